@@ -9,6 +9,7 @@
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
     cp ring                  against torch's ring attention (benchmarks.context), on one long row
+    experts                  against tokens sent to their experts as torchtitan does (benchmarks.experts), the rest under DDP
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
     recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
     compiled, ...            against the same program as it is: replicas, tensor, zero 3; "compile" is the processor time that a rank
@@ -52,7 +53,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import graphpar as gp
-from benchmarks import context, data_parallel, dtensor, gpt, megatron
+from benchmarks import context, data_parallel, dtensor, experts, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
 
@@ -81,7 +82,8 @@ class Case:
     against: str
     launch: str
     program: Mapping[str, Any] = field(default_factory=dict)  # of gp.plan
-    batch: tuple[int, int] = (BATCH, gpt.LENGTH)  # rows, tokens of each; one for all cases of a launch
+    batch: tuple[int, int] = (BATCH, gpt.LENGTH)  # rows, tokens of each; one for all cases of a launch, as is the model
+    model: Callable[[int], nn.Module] = gpt.GPT  # for a length
 
     @property
     def compiles(self) -> bool:
@@ -107,6 +109,7 @@ def _pipeline(schedule: str) -> Case:
 _ZERO1 = {"mesh": {"dp_shard": DEVICES}, "zero": 1, "microbatch_size": BATCH // DEVICES}
 _ZERO3 = {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _REPLICAS = {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}
+_EXPERTS = {"mesh": {"dp_expert": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
     *map(_pipeline, SCHEDULES),
@@ -116,6 +119,7 @@ CASES = (
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
     Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}, "shard_plan": RING}, LONG),
+    Case("experts", "torchtitan", "experts", _EXPERTS, model=experts.ExpertGPT),
     Case("zero 0", "DDP", "data", _REPLICAS),
     Case("zero 3", "FSDP2", "data", _ZERO3),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
@@ -196,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _compare(cases: Sequence[Case], rounds: int) -> list[Comparison]:
     torch.manual_seed(0)
     rows, length = cases[0].batch
-    model, batch = gpt.GPT(length), gpt.example_batch(rows, length)
+    model, batch = cases[0].model(length), gpt.example_batch(rows, length)
     program = gp.export(model, args=(batch["ids"],), loss_fn=gpt.loss_fn, targets=(batch["labels"],))
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
         folder = Path(scratch)
@@ -300,6 +304,8 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
             step = _pipeline_step(schedule, weights, batch, ranks)
         elif name == "torch's ring":
             step = partial(context.stepping(weights, LEARNING_RATE), batch)
+        elif name == "torchtitan":
+            step = partial(experts.stepping(weights, LEARNING_RATE), batch)
         elif name == "DTensor":
             step = _dtensor_step(weights, batch, ranks)
         elif name.startswith("Megatron"):

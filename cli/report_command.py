@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from graphpar.errors import GraphparError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from graphpar.ir.plan import Plan
+
 
 def add_parser(commands: Commands) -> None:
     """Add the parser of the command."""
@@ -21,6 +24,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("out", metavar="OUT|PLAN.json", help="the emitted folder, or a plan.json")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page instead")
     parser.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
+    parser.add_argument("--groups", action="store_true", help="print the process groups instead: axes, sizes, ranks")
+    parser.add_argument(
+        "--group", metavar="NAME", help="print the ranks of every group of a name instead: tp, expert_data"
+    )
     add_json(parser, "print its data as one JSON object")
 
 
@@ -29,12 +36,34 @@ def run(options: argparse.Namespace) -> Result:
     from graphpar.cli.plan_file import read_plan, read_record, reading_report
 
     path, record = read_record(options.out)
+    if options.groups or options.group is not None:
+        return _groups(read_plan(path, record), options)
     data = record.get("report")
     if data is None:
         return _plan_only(path, record, options.html or options.trace)
     read_plan(path, record)
     with reading_report(path):
         return _shown(options, path, data)
+
+
+def _groups(plan: Plan, options: argparse.Namespace) -> Result:
+    """The table of process groups, or all groups of one name."""
+    from graphpar.report.groups import groups_data, groups_lines, ranks_of
+    from graphpar.text import indices_text
+
+    if options.html or options.trace or (options.groups and options.group is not None):
+        raise GraphparError("Give one of --html, --trace, --groups and --group: each is shown instead of the report.")
+    if options.group is not None:
+        ranks = ranks_of(plan, options.group)
+        return Result(
+            {options.group: ranks}, lambda console: _lines(console, [f" {indices_text(each)}" for each in ranks])
+        )
+    rows = groups_data(plan)
+    return Result({"groups": rows}, lambda console: _lines(console, groups_lines(rows)))
+
+
+def _lines(console: Console, lines: Sequence[str]) -> None:
+    console.out("\n".join(lines), highlight=False)
 
 
 def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Result:

@@ -1,7 +1,7 @@
 """One rank of programs that generate.
 
-As a script (under torchrun): FOLDER PROGRAM...; FOLDER has ``prompts.json`` and, for each program, ``PROGRAM.safetensors``. It writes what
-it generates (``PROGRAM-rank_N.json``) into FOLDER.
+As a script (under torchrun): FOLDER PROGRAM...; FOLDER has ``prompts.json`` and, for each program, ``PROGRAM.safetensors``, or what the
+program ``trained`` makes of ``batch.safetensors`` first: a checkpoint. It writes what it generates (``PROGRAM-rank_N.json``) into FOLDER.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from graphpar.runtime import Pipeline, start
 
@@ -23,11 +24,12 @@ def main(folder: str, *programs: str) -> None:
     root = Path(folder)
     prompts = json.loads((root / "prompts.json").read_text())
     with start(200) as ranks:
+        if (root / "trained").is_dir():
+            train(root, ranks.device)
         for program in programs:
             with Pipeline(root / program, ranks.device) as pipeline:
-                checkpoint = root / f"{program}-checkpoint"
-                if checkpoint.is_dir():
-                    pipeline.load_checkpoint(checkpoint)
+                if (root / "checkpoints").is_dir():
+                    pipeline.load_checkpoint(root / "checkpoints")
                 else:
                     pipeline.load_weights(root / f"{program}.safetensors", strict=False)
                 shown: list[list[int]] = [[] for _ in prompts]
@@ -37,6 +39,18 @@ def main(folder: str, *programs: str) -> None:
                 one = pipeline.generate(torch.tensor([prompts[0]]), 4)
                 seen = {"greedy": greedy, "drawn": drawn, "one": one, "cache": pipeline.cache_bytes}
                 (root / f"{program}-rank_{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def train(root: Path, device: torch.device) -> None:
+    with Pipeline(root / "trained", device) as pipeline:
+        pipeline.load_weights()
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            pipeline.step(load_file(root / "batch.safetensors"))
+            optimizer.step()
+            pipeline.zero_grad()
+        pipeline.save_weights(root / "trained.safetensors")
+        pipeline.save_checkpoint(root / "checkpoints" / "2", optimizer, step=2)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ class Combination:
     dtype: str = "fp32"
     reshard: str | None = None
     whole_sequence: bool = False  # with tp: norms compute on whole sequences
+    whole_experts: bool = False  # whole experts on ranks of tp or cp, by a shard plan
     recompute: str | None = None
 
     @property
@@ -163,6 +164,8 @@ class Combination:
                 "norm": {"inputs": ["I@tp"]},
                 "positions": "replicate",
             }
+        if self.whole_experts:
+            pins["shard_plan"] = {"**.experts": "expert"} if "tp" in dict(self.mesh) else {"**.experts.*": "S(0)@cp"}
         return pins
 
     def __str__(self) -> str:
@@ -269,8 +272,19 @@ TORCHTITAN = {
     "experts: hsdp 2x2 x ep2": _row("3", model="moe", dp_replicate=2, dp_shard=2, ep=2),
     "experts: tp2 x pp2 x ep2": _row("0", "1F1B", "moe", tp=2, pp=2, ep=2),
     "experts: dp2 x tp2 x ep2": _row("3", model="moe", dp_shard=2, tp=2, ep=2),
+    "experts over dp4": _row("0", model="moe", dp_expert=4),
+    "experts over dp2 of dp2 x dp2": _row("3", model="moe", dp_shard=2, dp_expert=2),
+    "experts over dp2 x ep2": _row("0", model="moe", dp_expert=2, ep=2),
+    "experts over dp2 x tp2": replace(_row("0", model="moe", dp_expert=2, tp=2), whole_experts=True),
+    "experts over dp2 x cp2": replace(_row("0", model="moe", dp_expert=2, cp=2), whole_experts=True),
+    "experts over dp2 x tp2, beside dp2": replace(
+        _row("3", model="moe", dp_shard=2, dp_expert=2, tp=2), whole_experts=True
+    ),
+    "experts over dp2 x tp2, beside pp2": replace(
+        _row("0", "1F1B", "moe", pp=2, dp_expert=2, tp=2), whole_experts=True
+    ),
 }
-"""What torchtitan's integration tests run, where theirs borrow the ranks of ep from other axes and ours have their own."""
+"""What torchtitan's integration tests run. It divides experts over ranks of other axes, as the rows "over" do; ep is an axis besides."""
 
 
 def chosen(seed: int, count: int) -> list[Combination]:
@@ -427,7 +441,7 @@ Over parameters, gradients and optimizer state in fp32; the eager loop reads a c
 {halves}
 ## The meshes of torchtitan's integration tests
 
-Experts have an axis of their own here, where torchtitan borrows ranks of others.
+torchtitan divides experts over ranks of other axes, as the rows "experts over" do; `ep` is an axis besides.
 
 {titan}"""
 

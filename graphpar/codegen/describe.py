@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from torch import Tensor, fx
 
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.runtime.layout import ExpertRows, R
+from graphpar.runtime.modes import GENERATE, INFER, TRAIN
+
+LETTERS = {TRAIN: "b", INFER: "b", GENERATE: "n"}
+"""What stands for the size that a program leaves open, by its mode: rows of a microbatch, or positions of a window."""
+_letter: ContextVar[str] = ContextVar("letter", default="b")
+
+
+@contextmanager
+def shapes_of(mode: str) -> Iterator[None]:
+    """Write the shapes of a program of this mode inside."""
+    token = _letter.set(LETTERS[mode])
+    try:
+        yield
+    finally:
+        _letter.reset(token)
 
 
 def describe_shape(node: fx.Node) -> str:
     """Write a shape as ``[b, 16, 768]``, with ``b`` for the (micro)batch, and ``own`` for the rows of a rank's experts."""
+    letter = _letter.get()
     value = value_of(node)
     if not isinstance(value, Tensor):
         return ""
@@ -17,7 +37,9 @@ def describe_shape(node: fx.Node) -> str:
     if any(isinstance(kind, ExpertRows) for kind in node.meta.get("types", {}).values()):
         parts.append("own")
     for size, coefficient in list(zip(value.shape, batch_coefficients(node)))[len(parts) :]:
-        parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
+        parts.append(
+            str(int(size)) if coefficient is None else letter if coefficient == 1 else f"{coefficient} {letter}"
+        )
     return f"[{', '.join(parts)}]" if parts else "scalar"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.codegen.describe import describe_shape, note_of
+from graphpar.codegen.describe import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives, kv_cache, parallel_products, ring_attention, ring_products, rotary
@@ -489,6 +489,11 @@ def print_graph(graph: fx.Graph) -> str:
 
 def program_text(program: Program) -> str:
     """Print the graphs of a program as code."""
+    with shapes_of(program.mode):
+        return _program_text(program)
+
+
+def _program_text(program: Program) -> str:
     parts = [f"# {program.name}\n{print_graph(program.graph)}"]
     parts += [
         f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}"

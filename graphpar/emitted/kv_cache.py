@@ -20,16 +20,17 @@ class KeyValueCache:
 
     Attributes:
         position: the first position of the window.
+        last: whether only the window's last position is asked for.
     """
 
     def __init__(self) -> None:
-        self.position = 0
+        self.position, self.last = 0, False
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._next = 0
 
-    def begin(self, position: int) -> None:
+    def begin(self, position: int, last: bool) -> None:
         """The next window begins at ``position``; what the cache has from there on is overwritten."""
-        self.position, self._next = position, 0
+        self.position, self.last, self._next = position, last, 0
 
     def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keep the window's keys and values [..., n, e]; return those of all positions up to its end, [..., p + n, e]."""
@@ -59,6 +60,11 @@ def bind(cache: KeyValueCache | None) -> None:
 def window(x: Tensor, dim: int, size: int) -> Tensor:
     """The positions of the window from a table of all: [.., length, ..] -> [.., size, ..]"""
     return x.narrow(dim, 0 if _bound is None else _bound.position, size)
+
+
+def last(x: Tensor, dim: int) -> Tensor:
+    """The last position of the window, where no other is asked for: [.., n, ..] -> [.., 1 or n, ..]"""
+    return x if _bound is None or not _bound.last else x.narrow(dim, x.size(dim) - 1, 1)
 
 
 def cached_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
@@ -65,7 +65,7 @@ class Mesh:
         return {axis: int(getattr(self, axis)) for axis in AXES}
 
     def groups(self, name: str) -> list[list[int]]:
-        """Return the ranks of every group of an axis, or of ``batch``, ``loss``, ``fsdp`` or ``expert``, in order.
+        """Return the ranks of every group of an axis, or of a name of :data:`~graphpar.runtime.axes.GROUPS`, in order.
 
         Raises:
             GraphparError: there is no such name.
@@ -73,7 +73,10 @@ class Mesh:
         names = (*AXES, *GROUPS)
         if name not in names:
             raise GraphparError(f"There is no group {name!r}; there are {', '.join(names)}.{near_match(name, names)}")
-        axes = GROUPS.get(name, (name,))
+        return self.groups_over(GROUPS.get(name, (name,)))
+
+    def groups_over(self, axes: Collection[str]) -> list[list[int]]:
+        """Return the ranks of every group whose ranks differ on ``axes`` alone, in order."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = coordinates(rank, self.degrees())

@@ -169,6 +169,10 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
         if what.kind == "position":  # of all rows, whatever their layout
             plain &= not literal(node, "accumulate")
             return replace(first, kind="inverse", pure=pure) if plain else mixes
+        assert isinstance(indices[0], fx.Node)
+        rows_for_rows = value_of(indices[0]).ndim == 1 and value_of(values).ndim == value_of(target).ndim
+        found = _written_back(state, first, what, pure, bool(literal(node, "accumulate"))) if rows_for_rows else None
+        return found or mixes
     mask = indices[0] if len(indices) == 1 and _is_mask(indices[0]) else None
     if not numbered and mask is None:
         return None
@@ -186,6 +190,37 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
     )
     places = {value_of(i).ndim - s.dim for i, s in zip(indices, map(states.get, indices)) if isinstance(s, Rows)}
     return replace(state, pure=pure) if numbers and plain and len(places) == 1 else mixes
+
+
+def _index_write(node: fx.Node, states: States, pure: bool) -> Found:
+    """index_copy and index_add along the batch: sorted rows that go back to where the sort found them."""
+    target, dim, index, values = node.args[:4]
+    by = states[index] if isinstance(index, fx.Node) else None
+    if not isinstance(by, Rows) or by.kind != "sorted":
+        return None
+    assert isinstance(target, fx.Node) and isinstance(values, fx.Node) and isinstance(dim, int)
+    adds, along = operator_name(node) == "index_add", dim % value_of(target).ndim == 0
+    found = _written_back(states[target], by, states[values], pure, adds) if along else None
+    return found or Coupled(f"{operator_name(node)} writes to rows of the batch", node)
+
+
+def _written_back(state: State, by: Rows, what: State, pure: bool, adds: bool) -> Rows | None:
+    """Return the rows ``state`` once sorted rows ``what`` were written to their places, or added to those that each ``divided`` came from.
+
+    ``by``: the numbers that the sort gave. Numbers that aren't divided name each row once, so nothing is left of what was overwritten.
+    """
+    if not isinstance(what, Rows) or what.kind != "values" or what.dim != 0 or by.dim != 0:
+        return None
+    if what.layout != by.layout or by.outer != 1 or by.chosen is not None or what.chosen is not None:
+        return None
+    if not isinstance(state, Rows) or (state.dim, state.outer, state.inner * by.divided) != (0, 1, by.inner):
+        return None
+    if by.divided > 1 and not adds:
+        return None
+    whole = by.divided == 1 and not adds
+    if not whole and (state.order is not None or state.chosen is not None or state.kind != "values"):
+        return None
+    return Rows(0, 1, state.inner, pure)
 
 
 def _fits(node: fx.Node, state: Rows, what: State, states: States) -> bool:
@@ -255,6 +290,8 @@ def windowed(node: fx.Node, states: States, pure: bool) -> State | None:
     if name == "window":
         source, dim, _ = cast(tuple[fx.Node, int, fx.Node], node.args)
         return Rows(dim, pure=pure) if isinstance(states[source], Fixed) else Coupled("a window picks rows", node)
+    if name == "last":
+        return states[node.args[0]]  # type: ignore[index]
     if name == "cached_attention":
         rows = Rows(value_of(node).ndim - 2)
         own = all(isinstance(s, Rows) and replace(s, pure=True) == rows for s in map(states.get, node.args[:3]))  # type: ignore[arg-type]
@@ -267,6 +304,7 @@ SPECIAL: dict[str, Callable[[fx.Node, States, bool], Found]] = {
     **dict.fromkeys(("histc", "bincount"), _counts),
     "index": _index,
     "index_put": _index_put,
+    **dict.fromkeys(("index_copy", "index_add"), _index_write),
     "embedding": _embedding,
     "embedding_bag": _embedding_bag,
 }

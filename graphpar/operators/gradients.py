@@ -8,6 +8,7 @@ from torch import fx
 
 from graphpar.ir.program import Block, Helper, Program, operator_name
 from graphpar.operators.placement import results_of, sums
+from graphpar.runtime.modes import TRAIN
 
 
 def block_results(graph: fx.Graph) -> list[fx.Node]:
@@ -17,7 +18,10 @@ def block_results(graph: fx.Graph) -> list[fx.Node]:
 
 
 def differentiable_nodes(program: Program) -> set[fx.Node]:
-    """Find the values that a gradient flows through. One inside a block counts if it does in any call of the block."""
+    """Find the values that a gradient flows through: of programs for training. One inside a block counts if it does in any call of the
+    block."""
+    if program.mode != TRAIN:
+        return set()
     found: set[fx.Node] = set()
     walked: dict[tuple[str, frozenset[int]], list[bool]] = {}
     for node in program.graph.nodes:

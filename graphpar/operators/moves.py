@@ -249,7 +249,7 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def _window(node: fx.Node) -> Rule:
-    """``kv_cache.window(x, dim, size)``: positions that are known when the program runs."""
+    """``kv_cache.window(x, dim, size)`` and ``last(x, dim)``: positions that are known when the program runs."""
     return along(node, [int(node.args[1])], padded=True)  # type: ignore[arg-type]
 
 
@@ -460,6 +460,7 @@ RECORDS: dict[str, Record] = {
     "unbind": Record(Kind.VIEW, without_dim, spelling=write.METHOD),
     "select": Record(Kind.VIEW, without_dim, spelling=(write.selected, write.method)),
     "window": Record(Kind.VIEW, _window),
+    "last": Record(Kind.VIEW, _window),
     "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
     "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
     "getitem": Record(Kind.VIEW, spelling=(write.item,)),

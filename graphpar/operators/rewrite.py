@@ -221,7 +221,11 @@ def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
 
 def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
     """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
-    call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
+    own = emit(collectives.own_offsets, (call.get("offs"), axis), {})
+    if isinstance(own, fx.Node):
+        whole = value_of(operands_of(call.node)[2])
+        own.meta |= {"val": whole.new_empty(whole.shape[0] // call.degrees[axis]), "batch_coefficients": (None,)}
+    call.set("offs", own)
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
 
@@ -230,6 +234,11 @@ def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
     query, key, value = call.args[:3]
     dim = value_of(operands_of(call.node)[1]).ndim - 3
     own = [emit(collectives.own_group, (x, axis, dim), {}) for x in (key, value)]
+    for made, x in zip(own, (key, value)):
+        if isinstance(made, fx.Node):
+            sizes = list(value_of(x).shape)
+            made.meta["val"] = value_of(x).new_empty([*sizes[:dim], 1, *sizes[dim + 1 :]])
+            made.meta.pop("batch_coefficients", None)
     return emit(call.node.target, (query, *own, *call.args[3:]), call.kwargs)
 
 

@@ -101,10 +101,18 @@ REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
 STATE_AXES = tuple(name for name, axis in AXIS.items() if axis.shares_state)
 """The axes over which ZeRO shards state, all of them together."""
-GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": STATE_AXES, "expert": ("dp_expert", "ep")}
-"""Groups of ranks by what they share, as axes: other rows of the batch, parts of the loss, shards of the state, experts."""
-SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: AXIS[name].replicas and not AXIS[name].exchanges))
-"""The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
+GROUPS = {
+    "batch": REPLICAS,
+    "loss": (*REPLICAS, "cp"),
+    "fsdp": STATE_AXES,
+    "expert": ("dp_expert", "ep"),
+    "expert_data": tuple(name for name in (*REPLICAS, "cp") if not AXIS[name].exchanges),
+}
+"""Groups of ranks as axes: other rows of the batch, parts of the loss, shards of the state, different experts, and the same experts on
+other data, whose gradients are summed."""
+SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: (AXIS[name].replicas, not AXIS[name].exchanges)))
+"""The order in which axes divide a tensor: what ranks store divides the shards that they compute with, and of the experts that ranks of
+other axes share out, replicas share out each share."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
 ZERO1_BY = ("contiguous", "longest", "flat")

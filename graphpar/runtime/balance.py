@@ -4,7 +4,7 @@
 
 A program says where it divides rows by expert (``collectives.counters``); nothing is computed that it had not, but the sums here, and
 nothing waits for the device before the step's loss is read. Where rows are sent (``dp_expert``) ranks know those of their own experts,
-and tell each other once a step. What a backward computes again is not counted.
+and tell each other once a step, also those of another axis that divides the experts first. What a backward computes again is not counted.
 """
 
 from __future__ import annotations
@@ -51,35 +51,36 @@ class Balance:
 
     def __init__(self, groups: Groups, package: str) -> None:
         self._groups = groups
-        self._rows: list[Tensor] = []
-        self._axis = ""
+        self._rows: dict[str, list[Tensor]] = {}  # by axis
         module = sys.modules.get(f"{package}.collectives")
         self._counters: list[Any] = [] if module is None else module.counters
         self._counters.append(self._count)
 
     def begin_step(self) -> None:
         """Forget what was counted since the last step, as in an evaluation."""
-        self._rows = []
+        self._rows = {}
 
     def _count(self, axis: str, rows: Tensor) -> None:
         if torch._C._current_graph_task_id() == -1:  # not in a backward, which computes again
-            self._axis = axis
-            self._rows.append(rows.detach())
+            self._rows.setdefault(axis, []).append(rows.detach())
 
     def end_step(self) -> Counted | None:
         """Return what was counted since the last time; None where this rank's stages divide no rows by expert.
 
         Layers with different numbers of experts are not counted together: None as well. Ranks of a group call it together.
         """
-        rows, self._rows = self._rows, []
+        found, self._rows = self._rows, {}
+        sending = [axis for axis in found if AXIS[axis].exchanges]
+        rows = found[(sending or list(found))[0]] if found else []
         if not rows or any(each.shape != rows[0].shape for each in rows):
             return None
-        counts, group = torch.stack(rows), self._groups[self._axis]
-        if group is None:
-            return Counted(counts, 1)
-        if AXIS[self._axis].exchanges:
-            counts = torch.cat(gather_tensors(counts, group), 1)
-        return Counted(counts, group.size())
+        counts, ranks = torch.stack(rows), 1
+        for axis in (*sending, *(axis for axis in found if axis not in sending)):
+            group = self._groups[axis]
+            if group is not None:
+                counts = torch.cat(gather_tensors(counts, group), 1) if sending else counts
+                ranks *= group.size()
+        return Counted(counts, ranks)
 
     def close(self) -> None:
         """Count no more."""

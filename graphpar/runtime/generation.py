@@ -27,8 +27,8 @@ from graphpar.runtime.manifest import Manifest, TensorInterface
 from graphpar.runtime.sampling import Sampling
 from graphpar.runtime.stages import StageAdapter, keywords
 
-WIDEST = 512
-"""Positions of a window at most, so that a long prompt takes no more memory than this many."""
+TOKENS = 2048
+"""Of a window, all sequences together: a long prompt goes through the stages in windows of at most so many."""
 
 
 _CHOICE = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
@@ -59,8 +59,8 @@ class _Group:
 
     @property
     def window(self) -> int:
-        """How many positions come next: those that all sequences know, at most ``WIDEST``."""
-        return min(WIDEST, min(map(len, self.sequences)) - self.position)
+        """How many positions come next: those that all sequences know, within :data:`TOKENS`."""
+        return min(_widest(len(self.sequences)), min(map(len, self.sequences)) - self.position)
 
     @property
     def done(self) -> bool:
@@ -101,8 +101,8 @@ class Generator:
         if tokens is None:  # no stage of this rank takes them
             tokens = torch.zeros(self.rows, self.length, dtype=torch.int64, device=self.device)
         caches, position, parts = self._caches(), 0, []
-        for window in _windows(self.length):
-            made = self._forward(tokens[:, position : position + window], position, caches)
+        for window in _windows(self.length, _widest(self.rows)):
+            made = self._forward(tokens[:, position : position + window], position, caches, False)
             position += window
             if made is not None:
                 parts.append(made)
@@ -181,7 +181,7 @@ class Generator:
             for group in left:
                 window = group.window
                 given = [sequence[group.position : group.position + window] for sequence in group.sequences]
-                made = self._forward(torch.tensor(given, device=self.device), group.position, group.caches)
+                made = self._forward(torch.tensor(given, device=self.device), group.position, group.caches, True)
                 group.position += window
                 self._choose(group, made, sampling)
             for group in left:
@@ -250,15 +250,15 @@ class Generator:
 
     # ---- one window ------------------------------------------------------------------------------------------------
 
-    def _forward(self, tokens: Tensor, position: int, caches: Sequence[Any]) -> Tensor | None:
-        """Run a window through this rank's stages; the logits where the last one is."""
+    def _forward(self, tokens: Tensor, position: int, caches: Sequence[Any], last: bool) -> Tensor | None:
+        """Run a window through this rank's stages; the logits where the last one is, of all positions or the ``last``."""
         given = keywords({self.tokens: tokens})
         window = tokens.size(1)
         local: tuple[Tensor, ...] = ()
         result: Tensor | None = None
         for adapter, cache in zip(self.adapters, caches):
             received = self._receive(adapter, local, window)
-            cache.begin(position)
+            cache.begin(position, last)
             self._kv_cache.bind(cache)
             try:
                 adapter.positions = window
@@ -304,12 +304,16 @@ def _empty(spec: TensorInterface, window: int, device: torch.device) -> Tensor:
     return torch.empty(spec.shape_at(window), dtype=spec.dtype, device=device)
 
 
-def _windows(length: int) -> list[int]:
+def _widest(rows: int) -> int:
+    return max(1, TOKENS // rows)
+
+
+def _windows(length: int, widest: int) -> list[int]:
     """Divide a sequence as generation does: a prompt, then some positions one by one; and the rest as a prompt that goes on."""
-    first = max(1, min(WIDEST, length // 2))
+    first = max(1, min(widest, length // 2))
     found = [first] + [1] * min(4, length - first)
     while sum(found) < length:
-        found.append(min(WIDEST, length - sum(found)))
+        found.append(min(widest, length - sum(found)))
     return found
 
 

@@ -52,6 +52,7 @@ def use_windows(program: Program) -> Program:
     states = _states(graph, program)
     for node in list(graph.nodes):
         _windowed(node, program, states)
+    _only_last(graph)
     remove_dead_code(graph)
     logits = next(output for output in program.outputs if output.name == _logits(program))
     made = program.with_graph(graph, outputs=(logits,))
@@ -85,6 +86,28 @@ def _only_logits(graph: fx.Graph, program: Program) -> None:
     output = graph.output_node()
     results: Any = output.args[0]
     output.args = ((results[place],),)
+
+
+def _only_last(graph: fx.Graph) -> None:
+    """Let the product that makes the logits take the last position alone, where no other is asked for."""
+    results: Any = graph.output_node().args[0]
+    node = results[0]
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if record_of(node).kind is Kind.PRODUCT:
+            taken = [each for each in node.all_input_nodes if value_of(each).ndim > 2 and _follows(each)]
+            if len(taken) == 1 and len(taken[0].users) == 1:
+                dim = value_of(taken[0]).ndim - 2
+                with graph.inserting_before(node):
+                    made = graph.call_function(kv_cache.last, (taken[0], dim))
+                made.meta = dict(taken[0].meta)
+                node.replace_input_with(taken[0], made)
+            return
+        above = [
+            each for each in node.all_input_nodes if isinstance(value_of(each), Tensor) and value_of(each).ndim > 2
+        ]
+        if record_of(node).kind not in (Kind.POINTWISE, Kind.COPY, Kind.ALIAS) or len(above) != 1:
+            return
+        node = above[0]
 
 
 # ---- attention -------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from graphpar.passes.planning.split_points import (
     split_points_from_lists,
 )
 from graphpar.passes.sharding.costs import Workload
-from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
+from graphpar.passes.sharding.exchange import check_shares, exchange_over, exchanged_parameters
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
@@ -285,6 +285,7 @@ def solve(
         undivided=undivided_work(solution, workload),
         discovered=discovered(unknown),
     )
+    check_shares(program, sharding)
     found = sharded(program, sharding, microbatch, problem)
     found.seconds["annotate"] = annotated
     return found

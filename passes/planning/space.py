@@ -118,8 +118,8 @@ class Space:
             if (mesh.shards > 1 or not self.wishes.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
-            and not any(count % mesh.dp_expert for count in sent)
-            and not (mesh.ep > 1 and mesh.dp_expert > 1)
+            and not any(count % (mesh.ep * mesh.dp_expert) for count in sent)
+            and not (mesh.ep > 1 and mesh.dp_expert > 1 and not {"ep", "dp_expert"} <= set(self.pinned))
         ]
         return sorted(legal, key=lambda mesh: tuple(mesh.degrees().values()))
 

@@ -12,6 +12,7 @@ dp_replicate, but that a rank has the whole gradient of its experts, and no sum 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,12 @@ from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of
+from graphpar.ir.sharding import Sharding
 from graphpar.operators.placement import Context, operands_of, results_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import placements
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.expert_modules import expert_modules
 from graphpar.passes.sharding.experts import first_dim
 from graphpar.runtime.layout import ExpertRows, Shard, Type, local_size
@@ -65,9 +68,22 @@ def exchange_over(program: Program, mesh: Mesh) -> dict[str, int]:
     if mesh.dp_expert == 1:
         return {}
     check_experts(program, mesh.dp_expert)
-    if mesh.ep > 1:
-        raise GraphparError(f"Mesh {AXIS}={mesh.dp_expert} and ep={mesh.ep} both divide the experts; use one of them.")
     return {AXIS: mesh.dp_expert}
+
+
+def check_shares(program: Program, sharding: Sharding) -> None:
+    """Check that the experts which ranks of another axis hold can be shared out over replicas too.
+
+    Raises:
+        GraphparError: they can't; the number of experts and that of ranks are told.
+    """
+    for name, experts in exchangeable(program).items() if sharding.exchange else ():
+        spec = sharding.parameters.get(name, {})
+        axes = {axis: sharding.all_degrees[axis] for axis, kind in spec.items() if kind == _FIRST}
+        ranks = math.prod(axes.values())
+        if experts % ranks:
+            shown = " x ".join(f"{axis}={degree}" for axis, degree in axes.items())
+            raise GraphparError(f"{name} has {experts} experts, which the {ranks} ranks of {shown} can't share evenly.")
 
 
 def check_experts(program: Program, degree: int) -> None:
@@ -219,6 +235,7 @@ class _Exchange:
                 for operand in node.all_input_nodes:
                     if operand in self.moved:
                         node.replace_input_with(operand, self._returned(operand))
+        remove_dead_code(self.graph)
         self.graph.lint()
         return self.graph
 
@@ -270,6 +287,7 @@ class _Exchange:
     # ---- what is inserted ----
 
     def _exchange(self, offs: fx.Node) -> fx.Node:
+        offs = self._first_alike(offs)
         if offs not in self.exchanges:
             with self.graph.inserting_after(offs):
                 made = self.graph.call_function(collectives.exchange_of, (offs, AXIS))
@@ -277,6 +295,13 @@ class _Exchange:
             self.exchanges[offs] = made
             self.kinds[made] = ExpertRows(offsets=offs.name)
         return self.exchanges[offs]
+
+    def _first_alike(self, offs: fx.Node) -> fx.Node:
+        """Return the first offsets of an exchange that equal ``offs``: where ranks of another axis hold other experts too, each product has
+        offsets of its own.
+        """
+        same = (offs.target, offs.args, offs.kwargs)
+        return next((known for known in self.exchanges if (known.target, known.args, known.kwargs) == same), offs)
 
     def _sent(self, rows: fx.Node, exchange: fx.Node) -> fx.Node:
         if rows in self.moved:

@@ -31,7 +31,7 @@ from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the problem."""
 _SWEEPS = 8
-_DIVIDES = {"own_experts": (Divides.EXPERTS, Divides.WEIGHTS), "ring_attention": (Divides.SEQUENCE,)}
+_DIVIDES = {"own_experts": (Divides.EXPERTS, Divides.WEIGHTS, Divides.SEQUENCE), "ring_attention": (Divides.SEQUENCE,)}
 """What an axis must divide for these rewrites."""
 
 

@@ -244,7 +244,7 @@ class _Search:
                 if divides is Divides.EXPERTS and not self._of_experts(operator, choice.results[0][place]):
                     return False
             own = choice.rewrites[place] == "own_experts"
-            if divides is Divides.WEIGHTS and own and not self._pinned_experts(operator, axis):
+            if divides is not Divides.EXPERTS and own and not self._pinned_experts(operator, axis):
                 return False
         return not self._wide_table(operator, choice)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from benchmarks import gpt, megatron, planning, runtime, search_times
+from benchmarks import experts, gpt, megatron, planning, runtime, search_times
 
 
 def test_the_handwritten_split_is_the_model() -> None:
@@ -43,8 +43,21 @@ def test_the_megatron_style_model_is_the_model(alone: dist.ProcessGroup, sequenc
     assert_close({name: parameter.grad for name, parameter in by_hand.named_parameters()}, expected)
 
 
+def test_experts_by_hand_are_the_model(alone: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(2, 32, gpt.WIDTH)
+    model, by_hand = experts.Mixture(experts.Experts), experts.Mixture(experts.SharedExperts)
+    by_hand.load_state_dict(model.state_dict())
+    found = []
+    for mixture in (model, by_hand):
+        y = mixture(rows)
+        y.square().sum().backward()
+        found.append((y, {name: parameter.grad for name, parameter in mixture.named_parameters()}))
+    assert_close(*found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("only", "rows"), [("pipeline 1F1B*", 1), ("tensor*", 5), ("cp*", 1)])
+@pytest.mark.parametrize(("only", "rows"), [("pipeline 1F1B*", 1), ("tensor*", 5), ("cp*", 1), ("experts*", 1)])
 def test_runtime_compares_equal_losses(capsys: pytest.CaptureFixture[str], only: str, rows: int) -> None:
     runtime.main(["--json", "--rounds", "1", "--only", only])
     found = json.loads(capsys.readouterr().out)["comparisons"]

@@ -244,6 +244,16 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     slices = [name for name in names if re.fullmatch(r"\d+[FB]\d+", name)]
     assert sorted(slices) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
     assert "not both" in message(capsys, "report", "out", "--trace", "trace.json", "--html", "again.html")
+    assert output(capsys, "report", "out", "--groups").splitlines() == [
+        " Group  over  ranks  groups  of rank 0",
+        " pp     pp=2      2       1  0-1",
+    ]
+    assert json.loads(output(capsys, "report", "out", "--group", "pp", "--json")) == {"pp": [[0, 1]]}
+    assert "no group expert: it divides no experts" in message(capsys, "report", "out", "--group", "expert")
+    assert "no group batch: dp_replicate, dp_shard and dp_expert have one rank; it has pp." in message(
+        capsys, "report", "out", "--group", "batch"
+    )
+    assert "Give one of" in message(capsys, "report", "out", "--groups", "--group", "pp")
 
 
 @pytest.mark.parametrize("name", ["ZB-H1", "ZB-H2"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -115,3 +115,23 @@ def test_on_more_ranks(pool: RankPool, tmp_path: Path) -> None:
         if (name, mesh) != ("llama", meshes[2])
     ]
     check([*cases, ("mixtral", {"pp": 2, "ep": 2}, 2)], 4, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint_of_training_under_another_plan(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    ids = torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    save_file(batch, str(tmp_path / "batch.safetensors"))
+    model = built("llama")
+    trained = gp.export(MODELS["llama"], kwargs=batch)
+    plan = gp.plan(trained, mesh={"dp_shard": 2}, zero=3)
+    gp.partition(trained, plan).save(tmp_path / "trained", weights=model.state_dict())
+    program = program_of("llama", 4)
+    gp.partition(program, gp.plan(program, mesh={"tp": 2})).save(tmp_path / "written")
+    pool.torchrun(Path(generation_fixture.__file__), [str(tmp_path), "written"], nproc=2, timeout_s=300)
+    model.load_state_dict(load_file(tmp_path / "trained.safetensors"))
+    wanted = expected(model)
+    assert wanted != expected(built("llama"))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"written-rank_{rank}.json").read_text())["greedy"] == wanted

@@ -36,6 +36,8 @@ def test_ranks_with_the_same_experts_are_those_of_the_other_axes() -> None:
     assert mesh.groups("ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert mesh.groups("dp_replicate") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh.groups("expert") == mesh.groups("ep")
+    assert mesh.groups("expert_data") == mesh.groups("dp_replicate")
 
 
 def test_a_degree_of_experts_that_does_not_divide_the_devices_is_told_with_both_numbers() -> None:
@@ -44,5 +46,7 @@ def test_a_degree_of_experts_that_does_not_divide_the_devices_is_told_with_both_
 
 
 def test_an_unknown_name_is_an_error_that_lists_those_that_there_are() -> None:
-    with pytest.raises(GraphparError, match=r"There is no group 'fsd'; there are pp, .*expert\. Did you mean 'fsdp'"):
+    with pytest.raises(
+        GraphparError, match=r"There is no group 'fsd'; there are pp, .*expert_data\. Did you mean 'fsdp'"
+    ):
         MESH.groups("fsd")

@@ -122,6 +122,16 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
         X, lambda o, t, v: (lambda s: (o[s].tanh()[torch.empty_like(s).index_put((s,), torch.arange(o.size(0)))] * t).mean())(
             v.argsort()), (T, V),
     ),
+    "rows in order, written back": (
+        X, lambda o, t, v: (lambda s: (torch.empty_like(o).index_copy(0, s, o[s].tanh()) * t).mean())(v.argsort()), (T, V),
+    ),
+    "rows in order, put back": (
+        X, lambda o, t, v: (lambda s: (torch.zeros_like(o).index_put((s,), o[s].tanh()) * t).mean())(v.argsort()), (T, V),
+    ),
+    "two of each row in order, added up": (
+        X, lambda o, t: (lambda s: (torch.zeros_like(o).index_add(0, s // 2, o[s // 2].tanh()) * t).mean())(
+            o[:, :2].flatten().argsort()), (T,),
+    ),
     "one truth of all labels": (XS, lambda o, y: ce(o, y) * (y != -100).sum().bool(), (YS,)),
     "no term with examples": (X, lambda o, t: o.sum() * 0 + 1.0, (T,)),
 }  # fmt: skip
@@ -171,6 +181,20 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "inverse that is added up": (
         X, lambda o, v: (lambda s: o[s][torch.full((o.size(0),), -1).index_put((s,), torch.arange(o.size(0)), accumulate=True)])(
             v.argsort()).mean(), (V,), "",
+    ),
+    "rows written to other rows' places": (
+        X, lambda o, v: torch.zeros_like(o).index_copy(0, v.argsort(), o).square().mean(0).amax(), (V,), "writes to rows",
+    ),
+    "rows of one order written by another": (
+        X, lambda o, v: (torch.zeros_like(o).index_copy(0, (-v).argsort(), o[v.argsort()]) * TABLE[0, 0]).mean(), (V,), "writes to rows",
+    ),
+    "rows added to what each third came from": (
+        X, lambda o, t: (lambda s: (torch.zeros_like(o).index_add(0, s // 3, o[s // 2]) * t).mean())(
+            o[:, :2].flatten().argsort()), (T,), "",
+    ),
+    "two rows written to one place": (
+        X, lambda o, t: (lambda s: (torch.zeros_like(o).index_copy(0, s // 2, o[s // 2]) * t).mean())(
+            o[:, :2].flatten().argsort()), (T,), "writes to rows",
     ),
     "row numbers in few bits": (X, lambda o: o[torch.arange(o.size(0)).to(torch.int8).long()].mean(), (), "rows"),
     "rows of two orders": (X, lambda o, v: (o[v.argsort()] * o[(-v).argsort()]).sum(), (V,), "mul"),

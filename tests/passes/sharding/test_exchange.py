@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,13 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.exchange import exchangeable
+from graphpar.report.groups import expert_axes, group_axes, ranks_of
+from graphpar.runtime.layout import coordinates
 from graphpar.verification import verify_all
+from tests.idle_experts import CHOSEN, EXPERTS, WIDTH, Idle, trained
 from tests.programs import example
+from tests.rank_pool import RankPool
+from tests.samples import sample
 
 MESHES: tuple[dict[str, int], ...] = (
     {"dp_expert": 2},
@@ -26,6 +34,10 @@ MESHES: tuple[dict[str, int], ...] = (
     {"dp_expert": 2, "cp": 2},
     {"dp_expert": 2, "pp": 2},
 )
+
+
+WHOLE = {"model.layers.*.mlp.experts": "expert"}
+OVER_CP = {"model.layers.*.mlp.experts.*": "S(0)@cp"}
 
 
 def test_programs_are_the_model_beside_every_other_axis() -> None:
@@ -81,36 +93,115 @@ def test_rows_in_the_root_of_a_program_travel_and_experts_without_any_have_zero_
     assert gp.verify(parts).ok
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_what_is_priced_is_each_row_for_an_expert_of_another_rank_once_each_way(degree: int) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "pins", "shares"),
+    [({"dp_expert": 2}, None, 1), ({"dp_expert": 4}, None, 1), ({"dp_expert": 2, "tp": 2}, WHOLE, 2)],
+    ids=str,
+)
+def test_what_is_priced_is_each_row_for_an_expert_of_another_rank_once_each_way(
+    mesh: dict[str, int], pins: Any, shares: int
+) -> None:
+    """Of a replica's ranks each sends the rows of its share."""
     program = example("mixtral")
-    plan = gp.plan(program, mesh={"dp_expert": degree})
-    parts = gp.partition(program, plan)
+    plan = gp.plan(program, mesh=mesh, shard_plan=pins)
     assert plan.sharded is not None
     local = plan.sharded.local
     works = Works(local, plan.mesh.degrees())
     (block,) = local.blocks.values()
 
-    rows = [row for node in block.graph.nodes for row in works.collectives(node, block.name)]
+    rows = [row for node in block.graph.nodes for row in works.collectives(node, block.name) if row.axis == "dp_expert"]
     tokens, top_k, width, itemsize = 16 * plan.microbatch_size, 2, 64, 4
-    whole = degree * tokens * top_k * width * itemsize  # of all ranks; collective_cost sends (n - 1) / n of a rank's
+    sent = tokens * top_k * width * itemsize // shares
+    whole = plan.mesh.dp_expert * sent  # of all ranks; collective_cost sends (n - 1) / n of a rank's
     assert [(row.kind, row.phase) for row in rows] == [
         ("all-to-all", phase) for _ in range(2) for phase in (Phase.FORWARD, Phase.INPUT)
     ]
     assert {row.nbytes.at(plan.microbatch_size) for row in rows} == {whole}
-    assert parts.plan.mesh.dp_expert == degree
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         ({"dp_expert": 3}, r"has 4 experts, which 3 ranks can't share evenly"),
-        ({"dp_expert": 2, "ep": 2}, r"dp_expert=2 and ep=2 both divide the experts"),
+        ({"dp_expert": 2, "ep": 4}, r"has 4 experts, which the 8 ranks of dp_expert=2 x ep=4 can't share evenly"),
     ],
 )
 def test_meshes_that_experts_can_not_be_divided_over_are_explained(mesh: dict[str, int], message: str) -> None:
     with pytest.raises(GraphparError, match=message):
         gp.plan(example("mixtral"), mesh=mesh, global_batch=12)
+
+
+def test_experts_are_divided_over_the_ranks_of_several_axes() -> None:
+    """Each rank has other experts; of those that a rank of tp or cp has in common with other replicas each has some."""
+    program = example("mixtral")
+    for mesh, pins in (({"ep": 2}, None), ({"tp": 2}, WHOLE), ({"cp": 2}, OVER_CP)):
+        plan = gp.plan(program, mesh={"dp_expert": 2, **mesh}, shard_plan=pins)
+        parts = gp.partition(program, plan)
+        (axis,) = mesh
+        spec = plan.parameters()["model.layers.2.mlp.experts.down_proj"]
+        assert (spec["dp_expert"], spec[axis]) == ("S(0)", "S(0)")
+        assert gp.check(parts).problems == []
+        text = parts.files["blocks.py"]
+        assert [text.count(f"{name}(") for name in ("exchange_of", "own_offsets", "send_rows", "return_rows")] == [
+            1
+        ] * 4
+        assert group_axes(plan)["expert"] == ("dp_expert", axis) and ranks_of(plan, "expert") == [[0, 1, 2, 3]]
+
+
+OVERLAID: dict[str, tuple[dict[str, int], Any]] = {
+    "ep2": ({"ep": 2}, None),
+    "ep4": ({"ep": 4}, None),
+    "dp4": ({"dp_expert": 4}, None),
+    "dp2 x ep2": ({"dp_expert": 2, "ep": 2}, None),
+    "dp2 x tp2": ({"dp_expert": 2, "tp": 2}, {"up": "S(0)@tp", "down": "S(0)@tp"}),
+    "dp2 x cp2": ({"dp_expert": 2, "cp": 2}, {"up": "S(0)@cp", "down": "S(0)@cp"}),
+    "dp2 x tp2 by features": ({"dp_expert": 2, "tp": 2}, None),
+    "dp2 x dp2 x tp2": ({"dp_shard": 2, "dp_expert": 2, "tp": 2}, {"up": "S(0)@tp", "down": "S(0)@tp"}),
+    "dp2 x ep4": ({"dp_expert": 2, "ep": 4}, None),
+}
+
+
+def test_experts_without_rows_have_zero_gradients_routers_exact_ones_and_only_rows_that_move_are_sent(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    model, batch = Idle(), {"x": torch.randn(8, 8, WIDTH), "target": torch.randn(8, 8, WIDTH)}
+    program = gp.export(model, (), {name: torch.randn_like(value) for name, value in batch.items()})
+    loss = model(**batch)
+    loss.backward()
+    made = {}
+    for name in sample(list(OVERLAID), 2):
+        mesh, pins = OVERLAID[name]
+        made[name] = gp.partition(program, gp.plan(program, mesh=mesh, shard_plan=pins))
+
+    for name, found in trained(made, model, batch, tmp_path, pool).items():
+        assert found.loss == pytest.approx(loss.item(), rel=1e-6), name
+        torch.testing.assert_close(
+            found.gradients, {key: parameter.grad for key, parameter in model.named_parameters()}
+        )
+        for key in ("up", "down"):
+            assert [expert for expert in range(EXPERTS) if found.gradients[key][expert].any()] == list(CHOSEN), name
+        assert found.sent == _sent_bytes(made[name].plan, model.routed(model.first(batch["x"]).flatten(0, 1))[1]), name
+
+
+def _sent_bytes(plan: gp.Plan, chosen: Tensor) -> list[int]:
+    """What each rank sends to others: its rows for experts elsewhere, and back those of others; twice, for gradients; and the counts."""
+    mesh, axes = plan.mesh, expert_axes(plan)
+    shares = math.prod(mesh.degrees()[axis] for axis in axes if axis != "dp_expert")
+    held, replicas = EXPERTS // shares, mesh.dp_expert
+    found = []
+    for rank in range(mesh.size):
+        place = coordinates(rank, mesh.degrees())
+        share = sum(place[axis] for axis in axes if axis != "dp_expert")  # one of them has several ranks
+        rows = chosen.unflatten(0, (mesh.dp_shard, replicas, -1))[place["dp_shard"]].flatten(1)
+        home = (rows % held).where(rows // held == share, -held) // (held // replicas)  # of each row of each replica
+        own = place["dp_expert"]
+        gone = int(((home[own] >= 0) & (home[own] != own)).sum())
+        came = int((home == own).sum() - (home[own] == own).sum())
+        counts = (replicas - 1) * (held // replicas) * 8
+        found.append((2 * (gone + came) * WIDTH * 4 + counts) * (replicas > 1))
+    return found
 
 
 def test_a_model_without_sorted_rows_is_refused() -> None:
