@@ -64,7 +64,7 @@ class Held:
     that once.
 
     ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``apart``: the axes of replicas
-    that hold different experts, over which these gradients are not summed.
+    that hold different experts, over which these gradients are not summed. ``backward``: False for those of blocks without one.
     """
 
     axes: tuple[str, ...]
@@ -75,6 +75,7 @@ class Held:
     tied: str | None = None
     copied: int = 0
     apart: tuple[str, ...] = ()
+    backward: bool = True
 
     def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""

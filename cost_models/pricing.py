@@ -11,6 +11,7 @@ for the slowest rank of each stage; ranks of one stage do the same.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,7 @@ class Pricing:
                 self._stage_prices[rows] = known[key]
         return self._stage_prices[rows]
 
-    def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array]] | None) -> StagePrices:
+    def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array, Array]] | None) -> StagePrices:
         return StagePrices(
             [self.unit_seconds(unit.kind, rows) for unit in self.units],
             [self._repeated(unit.kind, rows) for unit in self.units],
@@ -195,21 +196,21 @@ class Pricing:
         return self.execution.zero >= 2 and self.mesh.shards > 1 and self.train
 
     @cached_property
-    def _of_state(self) -> tuple[Array, Array]:
-        """The seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
+    def _of_state(self) -> tuple[Array, Array, Array]:
+        """The seconds of gathering each unit's parameters for its forward and for its backward, and of reduce-scattering its gradients."""
         group = self._ends.sharing
-        known: dict[tuple[float, float], tuple[float, float]] = {}
+
+        @functools.cache
+        def moved(kind: str, nbytes: float) -> float:
+            return self.network.seconds(kind, nbytes, group) + self._copied_s(nbytes, group.size)
+
         found = []
         for unit in self.units:
-            gathered, reduced = self.execution.gathered_bytes(unit.held), self.bytes.reduced_sizes(unit.held)
-            if (gathered, reduced) not in known:
-                known[gathered, reduced] = (
-                    self.network.seconds("all-gather", gathered, group) + self._copied_s(gathered, group.size),
-                    self.network.seconds("reduce-scatter", reduced, group) + self._copied_s(reduced, group.size),
-                )
-            found.append(known[gathered, reduced])
-        gathers, scatters = np.array(found).T
-        return gathers, scatters
+            again = self.execution.gathered_bytes(held for held in unit.held if held.backward)
+            first, reduced = self.execution.gathered_bytes(unit.held), self.bytes.reduced_sizes(unit.held)
+            found.append((moved("all-gather", first), moved("all-gather", again), moved("reduce-scatter", reduced)))
+        gathers, repeated, scatters = np.array(found).T
+        return gathers, repeated, scatters
 
     def _copied_s(self, nbytes: float, shards: int) -> float:
         """Return the seconds of copying a unit's parameters or gradients: a rank's shard to or from the flat tensor, and all of it."""
@@ -220,7 +221,7 @@ class Pricing:
         """Return the seconds of a stage's UNSHARD and REDUCE_GRAD, where a pipeline's table has them."""
         if not self._sharded or self.mesh.pp == 1:
             return 0.0, 0.0
-        gathers, scatters = (float(seconds[slice(*stage)].sum()) for seconds in self._of_state)
+        gathers, _, scatters = (float(seconds[slice(*stage)].sum()) for seconds in self._of_state)
         return gathers if self.execution.kept_for_step else 0.0, scatters
 
     # ---- a step ----

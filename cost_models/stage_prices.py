@@ -54,7 +54,7 @@ class StagePrices:
         compute: Compute,
         execution: Execution,
         pp: int,
-        state: Callable[[], tuple[Array, Array]] | None,
+        state: Callable[[], tuple[Array, Array, Array]] | None,
         state_axis: str,
     ) -> None:
         self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
@@ -149,10 +149,10 @@ class StagePrices:
             forward / max(forwards.sum(), 1e-12)
         )  # a host that is ahead in one unit is not behind in the next
         ratio = backward / forward if forward else 2.0
-        gathers, scatters = (seconds[stage] for seconds in self._state())
+        gathers, again, scatters = (seconds[stage] for seconds in self._state())
         none = np.zeros(len(forwards))
         gathers = none if self.execution.zero == 2 else gathers
-        again = none if self.execution.reshard == "never" else gathers
+        again = none if self.execution.zero == 2 or self.execution.reshard == "never" else again
         scatters = none if self.pp > 1 else scatters
         moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
         if not self.execution.prefetch or self.compute.device.kind == "cpu":

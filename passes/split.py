@@ -8,7 +8,7 @@ How a value reaches other stages:
 - everything else is sent to the next stage, and relayed by the stages between.
 
 A module that is applied several times is placed by its first application: later ones run on the stages that hold its weights, as
-soon as their inputs are there.
+soon as their inputs are there. A frozen network is placed by the trained one beside it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.naming import unique_names, value_name
-from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.normalize.frozen_networks import followed, placed_with
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size
 from graphpar.passes.normalize.simplify import remove_dead_code
@@ -38,10 +39,12 @@ def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]
     Raises:
         GraphparError: a split point names no module between blocks, or a stage would be empty.
     """
-    nodes, again = list(program.graph.nodes), first_applications(program)
+    nodes, placed = list(program.graph.nodes), placed_with(program)
     found: dict[int, SplitAt] = {}
     for point in split_points:
-        inside = [index for index, node in enumerate(nodes) if node not in again and _belongs(node, point.path)]
+        inside = [index for index, node in enumerate(nodes) if node not in placed and _belongs(node, point.path)]
+        if not inside:  # it may be a part of a network beside another
+            inside = sorted({nodes.index(followed(placed, node)) for node in nodes if _belongs(node, point.path)})
         if not inside:
             raise GraphparError(_no_such_module(program, point.path))
         position = inside[0] if point.where is SplitPoint.BEGINNING else inside[-1] + 1
@@ -57,7 +60,7 @@ def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]
     work = [
         index
         for index, node in enumerate(nodes)
-        if node not in again and (node.op == "call_module" or _has_parameters(node))
+        if node not in placed and (node.op == "call_module" or _has_parameters(node))
     ]
     ordered = sorted(found)
     for stage, (begin, end) in enumerate(zip([0, *ordered], [*ordered, len(nodes)])):
@@ -102,29 +105,29 @@ def split_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]
 
     That is before blocks, and where these are too few, before modules with parameters at the coarsest level with two for each stage.
     """
-    nodes = list(program.graph.nodes)
+    nodes, placed = list(program.graph.nodes), placed_with(program)
     blocks: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        if node.op == "call_module":
+        if node.op == "call_module" and node not in placed:
             blocks.setdefault(str(node.target), index)
     found = sorted((index, path) for path, index in blocks.items())
     if len(found) >= max(stages, 2):
         return found[1:]
     depths = max((len(node.meta.get("module_stack", ())) for node in nodes), default=0)
     for depth in range(2, depths + 1):
-        found = sorted({*((index, path) for path, index in blocks.items()), *_starts_at(nodes, depth)})
+        found = sorted({*((index, path) for path, index in blocks.items()), *_starts_at(nodes, placed, depth)})
         if len(found) > 2 * stages:
             break
     return found[1:]
 
 
-def _starts_at(nodes: Sequence[fx.Node], depth: int) -> list[tuple[int, str]]:
+def _starts_at(nodes: Sequence[fx.Node], placed: Collection[fx.Node], depth: int) -> list[tuple[int, str]]:
     """Return where modules with parameters begin whose calls are nested at most ``depth`` deep."""
     first: dict[str, int] = {}
     owning: set[str] = set()
     for index, node in enumerate(nodes):
         stack = node.meta.get("module_stack", ())[:depth]
-        if stack and stack[-1][0] and node.op == "call_function":
+        if stack and stack[-1][0] and node.op == "call_function" and node not in placed:
             first.setdefault(stack[-1][0], index)
             if _has_parameters(node):
                 owning.add(stack[-1][0])
@@ -143,40 +146,47 @@ class _Placement:
         self.nodes = list(program.graph.nodes)
         self.stage: dict[fx.Node, int] = {}
         self.free: set[fx.Node] = set()  # parameter-free: may be computed anywhere
-        self.differentiable: set[fx.Node] = set()
+        self.differentiable = differentiable_nodes(program)
         written = written_buffers(program.graph)
-        again = first_applications(program)
         current = 0
         for index, node in enumerate(self.nodes):
             while current < len(positions) and index >= positions[current]:
                 current += 1
-            source = node.args[0] if operator_name(node) == "getitem" else None
-            self.stage[node] = self.stage[source] if isinstance(source, fx.Node) else current
-            if node in again:
-                needs = (self.stage[argument] for argument in node.all_input_nodes if argument.op.startswith("call"))
-                self.stage[node] = max(self.stage[again[node]], *needs, 0)
-            self._classify(node, written)
+            self.stage[node] = current
+            if self._is_free(node, written):
+                self.free.add(node)
+        placed = placed_with(program)
+        for node in self.nodes:
+            if node.op.startswith("call"):
+                self._place(node, placed)
 
-    def _classify(self, node: fx.Node, written: set[fx.Node]) -> None:
+    def _is_free(self, node: fx.Node, written: set[fx.Node]) -> bool:
         if node.op == "get_attr":
-            info = self.program.parameters.get(str(node.target))
-            if info is not None and info.requires_grad:
-                self.differentiable.add(node)
-            if info is None and node not in written:
-                self.free.add(node)
-        elif node.op == "call_module":
-            self.differentiable.add(node)  # refined by the value's dtype where it crosses
-        elif node.op == "call_function":
-            operands = node.all_input_nodes
-            if not is_inplace(node) and all(a.op == "placeholder" or a in self.free for a in operands):
-                self.free.add(node)
-            if operator_name(node) != "detach" and any(a in self.differentiable for a in operands):
-                self.differentiable.add(node)
+            return str(node.target) not in self.program.parameters and node not in written
+        operands = node.all_input_nodes
+        return (
+            node.op == "call_function"
+            and not is_inplace(node)
+            and all(a.op == "placeholder" or a in self.free for a in operands)
+        )
+
+    def _place(self, node: fx.Node, placed: Mapping[fx.Node, fx.Node]) -> None:
+        """Set the stage of ``node``: where it is in the program, or that of what it follows, but not before what it needs."""
+        if operator_name(node) == "getitem" and isinstance(source := node.args[0], fx.Node):
+            self.stage[node] = self.stage[source]
+            return
+        needs = (a for a in node.all_input_nodes if a.op.startswith("call") and a not in self.free)
+        self.stage[node] = max(self.stage[placed.get(node, node)], *map(self.stage.__getitem__, needs), 0)
 
     def requires_grad(self, node: fx.Node) -> bool:
         """Return whether a gradient of this value comes back when it is sent."""
         value = value_of(node)
         return isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable
+
+
+def stages_of(program: Program, positions: Sequence[int]) -> dict[fx.Node, int]:
+    """Return the stage of each operator of the root graph where stages begin at ``positions``."""
+    return _Placement(program, positions).stage
 
 
 def split(program: Program, positions: Sequence[int]) -> list[Stage]:

@@ -99,12 +99,15 @@ class StepPrices:
     def _gathering(self, units: Units, own: list[float], forward: float, backward: float) -> tuple[float, float]:
         """Each unit's parameters are gathered while the one before it computes, its gradients scattered while the next one does."""
         gathers = [self._gather(unit.held) if self.zero == 3 else 0.0 for unit in units]
+        again = [
+            self._gather([part for part in unit.held if part.backward]) if self.zero == 3 else 0.0 for unit in units
+        ]
         scatters = [self._scatter(unit.held) if self.mesh.pp == 1 else 0.0 for unit in units]
         ahead, behind, ratio = gathers[0], scatters[0], backward / forward
         for place in range(len(units)):
             after = gathers[place + 1] if place + 1 < len(units) else 0.0
             ahead += max(own[place], after)
-            before = gathers[place - 1] if place else 0.0
+            before = again[place - 1] if place else 0.0
             behind += max(ratio * own[place], before + (scatters[place + 1] if place + 1 < len(units) else 0.0))
         return max(forward, ahead), max(backward, behind)
 

@@ -11,7 +11,7 @@ fully_shard(stage, **options)                            stage,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,11 +89,14 @@ def gathered_in_turn(program: Program, stage: Stage) -> list[str]:
     return order_of(stage, units_of(program, stage, blocks))
 
 
-def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = ()) -> str:
+def units_function(
+    tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = (), once: Collection[str] = ()
+) -> str:
     """Print the function; ``tree`` is the stage's.
 
     Args:
         order: of the units that are gathered ahead.
+        once: units without a backward.
     """
     kept = plan.reshard == "never" or (plan.reshard == "default" and plan.mesh.pp > 1)
     when = "its forward and again for its backward"
@@ -117,7 +120,8 @@ def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence
             lines.append(f"    fully_shard({text}, **options)")
     lines.append("    fully_shard(stage, **options)")
     if ahead is not None:
-        lines += _gathered_ahead(tree, order, [path for path in units if path not in order], ahead)
+        again = [path for path in order if path not in once]
+        lines += _gathered_ahead(tree, order, again, [path for path in units if path not in order], ahead)
     return "\n".join(lines) + "\n"
 
 
@@ -136,22 +140,32 @@ class Prefetch:
         return f"In the backward the next {'is' if self.distance == 1 else f'{self.distance} are'} gathered {point}."
 
 
-def _gathered_ahead(tree: Tree, order: Sequence[str], others: Sequence[str], ahead: Prefetch) -> list[str]:
+def _gathered_ahead(
+    tree: Tree, order: Sequence[str], again: Sequence[str], others: Sequence[str], ahead: Prefetch
+) -> list[str]:
     """The statements that set FSDP2's lists.
 
     An empty list for the backward means FSDP2's own order, so a unit that is to gather no other names itself, which is gathered.
 
     Args:
+        again: those of ``order`` that have a backward.
         others: units of several uses.
     """
     lines = wrapped(f"units = [{', '.join(['stage', *_elements(tree, order)])}]", "    ")
     lines = ["    # In the order of the forward.", *lines]
+    reverse = "units[:0:-1]"
+    if len(again) < len(order):
+        lines += [
+            "    # Those that have a backward.",
+            *wrapped(f"trained = [{', '.join(_elements(tree, again))}]", "    "),
+        ]
+        reverse = "trained[::-1]"
     after, itself = f"i + 1 : i + {1 + ahead.distance}", "set_modules_to_backward_prefetch([{unit}])"
     if ahead.when == "pre":
         lines += [
             "    for i, unit in enumerate(units):",
             f"        unit.set_modules_to_forward_prefetch(units[{after}])",
-            "    backward = [stage, *units[:0:-1]]",
+            f"    backward = [stage, *{reverse}]",
             "    for i, unit in enumerate(backward):",
             f"        unit.set_modules_to_backward_prefetch(backward[{after}] or [unit])",
         ]
@@ -159,7 +173,7 @@ def _gathered_ahead(tree: Tree, order: Sequence[str], others: Sequence[str], ahe
         lines += ["    for unit in units:", f"        unit.{itself.format(unit='unit')}"]
     for text in (_of_stage(reference(tree, path)) for path in others):
         lines.append(f"    {text}.{itself.format(unit=text)}")
-    return [*lines, "    return [stage, *units[:0:-1]]"] if ahead.when == "post" else lines
+    return [*lines, f"    return [stage, *{reverse}]"] if ahead.when == "post" else lines
 
 
 def _elements(tree: Tree, order: Sequence[str]) -> Iterator[str]:
@@ -180,7 +194,7 @@ def optimizer_units_function(tree: Tree, units: Sequence[str], over: str) -> str
     return "\n".join([*lines, "        stage,", "    ]"]) + "\n"
 
 
-_TAKEN = ("stage", "options", "units", "unit", "backward", "i", "nn", "torch")
+_TAKEN = ("stage", "options", "units", "unit", "trained", "backward", "i", "nn", "torch")
 """Names in the functions that loop over modules."""
 
 

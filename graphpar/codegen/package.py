@@ -56,6 +56,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.gradients import blocks_without_backward
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.modes import GENERATE, SCRIPTS
@@ -265,7 +266,7 @@ def _stage_file(
         parts.append(
             optimizer_units_function(tree, units, plan.mesh.state_text)
             if plan.zero == 1
-            else units_function(tree, units, plan, order_of(stage, units))
+            else units_function(tree, units, plan, order_of(stage, units), blocks_without_backward(program))
         )
     if recomputed:
         parts.append(recomputation_function(stage_tree(program, infos, calls), recomputed))

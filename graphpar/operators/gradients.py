@@ -47,6 +47,13 @@ def differentiable_nodes(program: Program) -> set[fx.Node]:
     return found
 
 
+def blocks_without_backward(program: Program) -> set[str]:
+    """Return the paths of the blocks through which no gradient flows, such as those of a network that is frozen as a whole."""
+    found = differentiable_nodes(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_module"]
+    return {str(node.target) for node in calls} - {str(node.target) for node in calls if node in found}
+
+
 def _differentiable_inside(program: Program, block: Block, given: frozenset[int]) -> set[fx.Node]:
     """The values of a block that a gradient flows through, where one flows through the arguments ``given``."""
     placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]

@@ -123,19 +123,20 @@ def _alike(found: Sequence[Region]) -> list[Region]:
 
 
 def _undivided(program: Program, found: Sequence[Region], regions: Sequence[Region]) -> list[Region]:
-    """Leave out whole networks (they contain layers, or are applied to several inputs side by side): stages begin inside them."""
+    """Leave out whole networks: stages begin inside them."""
     alike: dict[str, list[Region]] = {}
     for region in found:
         alike.setdefault(region.digest, []).append(region)
-    networks = [
-        group
-        for group in alike.values()
-        if len(group) > 1
-        and len({region.path for region in group}) == 1
-        and (side_by_side([region.nodes for region in group]) or _has_layers(program, group[0], regions))
-    ]
+    networks = [group for group in alike.values() if len(group) > 1 and _are_networks(program, group, regions)]
     left_out = {region.call for group in networks for region in group}
     return [region for region in found if region.call not in left_out]
+
+
+def _are_networks(program: Program, alike: Sequence[Region], regions: Sequence[Region]) -> bool:
+    """Return whether regions that compute the same are networks: of being one module applied several times, containing layers, and
+    standing side by side, two hold."""
+    signs = (len({region.path for region in alike}) == 1) + _has_layers(program, alike[0], regions)
+    return signs == 2 or (signs == 1 and side_by_side([region.nodes for region in alike]))
 
 
 def _has_layers(program: Program, network: Region, regions: Sequence[Region]) -> bool:

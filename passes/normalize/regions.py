@@ -18,6 +18,7 @@ from graphpar.frontend.exported import alias_used_in, kept_meta
 from graphpar.ir.program import Program, is_of_torch, operator_name, value_of, where
 from graphpar.ir.source import source_of
 from graphpar.operators.functions import OPERATORS
+from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.casts import Autocast, Casts
@@ -35,7 +36,35 @@ def inline_regions(program: Program) -> Program:
         return program
     inliner = _Inliner(program)
     inliner.copy(program.graph, {}, program.subgraphs, _Scope())
-    return program.with_graph(inliner.graph, subgraphs={}).warn(*inliner.warnings)
+    inlined = program.with_graph(inliner.graph, subgraphs={}).warn(*inliner.warnings)
+    return inlined.warn(*map(_not_frozen, _without_gradient(inlined))) if inlined.mode == "train" else inlined
+
+
+def _without_gradient(program: Program) -> list[str]:
+    """Return the outermost modules of whose trained parameters none gets a gradient, though all are used."""
+    through, live = differentiable_nodes(program), set(program.graph.output_node().all_input_nodes)
+    for node in reversed(program.graph.nodes):
+        if node in live and node in through:
+            live.update(node.all_input_nodes)
+    used = {str(node.target): node in live for node in program.graph.nodes if node.op == "get_attr"}
+    trained = {name: used.get(name, True) for name, info in program.parameters.items() if info.requires_grad}
+    learns = {path for name, with_gradient in trained.items() if with_gradient for path in _enclosing(name)}
+    quiet = (name for name, with_gradient in trained.items() if not with_gradient)
+    found = dict.fromkeys(next((path for path in _enclosing(name) if path not in learns), "") for name in quiet)
+    return [path for path in found if path]
+
+
+def _enclosing(name: str) -> list[str]:
+    """Return the paths of the modules that hold ``name``, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _not_frozen(path: str) -> str:
+    return (
+        f"{path} is used under torch.no_grad() alone, so its parameters get no gradient; call {path}.requires_grad_(False) in the model, "
+        "which saves their gradients and optimizer state."
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from graphpar.passes.planning.constraints import (
     check_overlap,
     check_pipelined,
 )
-from graphpar.passes.planning.generation import for_generation
+from graphpar.passes.planning.generation import pins_of_generation
 from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.passes.planning.recomputation import (
     AUTO,
@@ -52,6 +52,7 @@ from graphpar.passes.planning.sharded_state import (
 )
 from graphpar.passes.planning.space import free_axes
 from graphpar.runtime.compiled import obstacle
+from graphpar.runtime.modes import GENERATE
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 
@@ -189,7 +190,10 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
     Args:
         show: is called with what a search is at.
     """
-    asked = for_generation(program, asked)
+    if program.mode == GENERATE:
+        groups = asked.mesh.get("pp") or (1 if asked.complete else asked.size)
+        pins, mesh = pins_of_generation(asked.pins, asked.mesh, groups)
+        asked = replace(asked, pins=pins, mesh=mesh)
     precision = _precision(program, asked.pins.dtype)
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:

@@ -24,8 +24,9 @@ from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
+from graphpar.operators.gradients import blocks_without_backward
 from graphpar.operators.parameter_casts import cast_parameters
-from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.normalize.frozen_networks import placed_with
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
@@ -34,10 +35,10 @@ from graphpar.runtime.layout import R, Shard
 
 def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
     """Return every split point at which a stage may begin, and those that are ``wanted``, each with its position in the root graph."""
-    nodes, again = list(program.graph.nodes), first_applications(program)
+    nodes, placed = list(program.graph.nodes), placed_with(program)
     blocks: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
-        if node.op == "call_module" and node not in again:
+        if node.op == "call_module" and node not in placed:
             blocks.setdefault(str(node.target), []).append(index)
     if len(blocks) < 2:
         found = [(index, SplitAt(path)) for index, path in split_candidates(program, len(nodes))]
@@ -45,7 +46,7 @@ def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[
         found = [(places[0], SplitAt(path)) for path, places in blocks.items()]
         last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
         found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
-    work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
+    work = [index for index, node in enumerate(nodes) if node not in placed and _has_work(node)]
     pinned = {positions_of(program, [point])[0]: point for point in wanted}
     if pinned:
         split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
@@ -141,7 +142,8 @@ class _Measured:
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
         casts = cast_parameters(program) if program.mode == "train" else {}
-        self.held = [_held(program, degrees, stage, several, casts) for stage in self.stages]
+        once = tuple(f"{path}." for path in blocks_without_backward(program))
+        self.held = [_held(program, degrees, stage, several, casts, once) for stage in self.stages]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
         self.caches = [_cache(program, stage) for stage in self.stages]
@@ -237,13 +239,15 @@ def _held(
     stage: Stage,
     several: Collection[str],
     casts: Mapping[str, torch.dtype],
+    once: tuple[str, ...],
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
     """Return the parameters of a unit, grouped by how their gradients are reduced, and the bytes of its buffers and constants.
 
-    ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype.
+    ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype;
+    ``once``: prefixes of those in blocks without a backward.
     """
     train = program.mode == "train"
-    groups: dict[tuple[tuple[str, ...], int, bool, int, tuple[str, ...]], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], int, bool, int, tuple[str, ...], bool], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
@@ -260,9 +264,10 @@ def _held(
         if name in several:
             tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart))
         else:
-            groups.setdefault((axes, itemsize, trained, copied, apart), []).append(info.numel)
+            backward = not (name.startswith(once) and not trained)
+            groups.setdefault((axes, itemsize, trained, copied, apart, backward), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied, apart=apart)
-        for (axes, itemsize, trained, copied, apart), sizes in groups.items()
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied, apart=apart, backward=backward)
+        for (axes, itemsize, trained, copied, apart, backward), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

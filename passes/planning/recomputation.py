@@ -1,8 +1,10 @@
 """Which blocks run their forward again in the backward: one kind for all, or patterns over the paths of blocks.
 
-"full"                                     every block
+"full"                                     every block that has a backward
 "budget:0.6"                               every block, to at most this share of the bytes that it would keep
 {"layers.*": "full", "layers.0": "none"}   of patterns that match one block the last counts; others are not recomputed
+
+Blocks without a backward, those of a network that is frozen as a whole, keep nothing, so they run once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from graphpar.cost_models.execution import share_of
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation, Recompute
+from graphpar.operators.gradients import blocks_without_backward
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.runtime.compiled import WHOLE
 from graphpar.text import listed
@@ -130,7 +133,8 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
     """Return the kind of each block that is recomputed, by its path.
 
     Raises:
-        GraphparError: a pattern matches no block, there is no block, or no backward, or a block can't run again.
+        GraphparError: a pattern matches no block, or none that has a backward, there is no block, or no backward, or a block can't run
+            again.
     """
     check_recompute(asked)
     if asked == "none":
@@ -144,6 +148,7 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         raise GraphparError(
             f"recompute is {asked!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."
         )
+    once = blocks_without_backward(program)
     found: dict[str, str] = {}
     if isinstance(asked, str):
         found = dict.fromkeys(paths, same_as(asked))
@@ -152,7 +157,12 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         if not matched:
             raise GraphparError(_matches_nothing(pattern, paths))
         found |= dict.fromkeys(matched, same_as(kind))
-    chosen = {path: found[path] for path in paths if found.get(path, "none") != "none"}
+        if same_as(kind) != "none" and once.issuperset(matched):
+            raise GraphparError(
+                f"recompute's pattern {pattern!r} matches only blocks of a frozen network ({listed(matched, 4)}), which has no backward to "
+                "run them again in; leave it out."
+            )
+    chosen = {path: found[path] for path in paths if path not in once and found.get(path, "none") != "none"}
     _check_buffers(program, chosen)
     return chosen
 

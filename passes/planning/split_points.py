@@ -18,10 +18,14 @@ from torch import fx
 
 from graphpar.cost_models.flops import node_flops
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.program import Program
+from graphpar.ir.program import Program, module_path
 from graphpar.ir.split_points import SplitAt, SplitPoint
-from graphpar.passes.normalize.applications import first_applications
-from graphpar.passes.split import split_candidates
+from graphpar.operators.gradients import differentiable_nodes
+from graphpar.passes.normalize.frozen_networks import followed, placed_with
+from graphpar.passes.split import positions_of, split_candidates, stages_of
+
+_WITH_BACKWARD = 3.0
+"""A product's flops in a step, in those of its forward: its backward is two more."""
 
 
 def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
@@ -34,16 +38,17 @@ def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
         return ()
     candidates = split_candidates(program, stages)
     if stages - 1 > len(candidates):
-        blocks = sum(len(set(block.instances)) for block in program.blocks.values())
+        blocks = len(_layers(program))
         what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
         raise GraphparError(
             f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
             "Use fewer devices, or a schedule with fewer stages a rank."
         )
-    nodes, again = list(program.graph.nodes), first_applications(program)
+    nodes, placed = list(program.graph.nodes), placed_with(program)
+    trained = differentiable_nodes(program) if program.mode == "train" else set()
     flops = dict.fromkeys(nodes, 0.0)
     for node, own in node_flops(program, 1).items():
-        flops[again.get(node, node)] += own
+        flops[followed(placed, node)] += own * (_WITH_BACKWARD if node in trained else 1.0)
     edges = [0, *(position for position, _ in candidates), len(nodes)]
     segments = [sum(flops[node] for node in nodes[begin:end]) for begin, end in itertools.pairwise(edges)]
     return tuple(SplitAt(candidates[index - 1][1]) for index in _partition(segments, stages))
@@ -92,27 +97,40 @@ def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) ->
                 raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
             owner[path] = stage
     first: dict[int, str] = {}
+    begun: set[str] = set()
     current = 0
-    again = first_applications(program)
+    placed = placed_with(program)
+    stages: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         holder = _parameter_owner(node)
-        if holder is None or node in again:
+        if holder is None:
             continue
         enclosing = [p for p in owner if holder == p or holder.startswith(p + ".")]
         if not enclosing:
             raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
         listed = max(enclosing, key=len)
-        stage = owner[listed]
+        stage = stages[node] = owner[listed]
+        if node in placed:
+            continue
         if stage < current:
             raise GraphparError(
                 f"Module {listed!r} is listed in stage {stage}, but it runs after modules of stage {current}."
             )
         current = stage
-        first.setdefault(stage, listed)
+        first.setdefault(stage, holder if listed in begun else listed)
+        begun.update(path for path in owner if holder.startswith(f"{path}."))
     missing = next((stage for stage in range(len(lists)) if stage not in first), None)
     if missing is not None:
         raise GraphparError(f"Stage {missing} would be empty: none of its modules computes anything.")
-    return tuple(SplitAt(first[stage]) for stage in range(1, len(lists)))
+    found = tuple(SplitAt(first[stage]) for stage in range(1, len(lists)))
+    runs_in = stages_of(program, positions_of(program, found))
+    for node, beside in placed.items():
+        if stages.get(node, runs_in[node]) != runs_in[node] and module_path(node) != module_path(beside):
+            raise GraphparError(
+                f"Module {_parameter_owner(node)!r} is listed in stage {stages[node]}, but runs in stage {runs_in[node]}, "
+                f"beside {module_path(beside)!r}."
+            )
+    return found
 
 
 def _parameter_owner(node: fx.Node) -> str | None:
@@ -197,8 +215,10 @@ def split_points_by_layers(
 
 
 def _layers(program: Program) -> list[str]:
-    """Return the block instances of the root, in execution order."""
-    return list(dict.fromkeys(str(node.target) for node in program.graph.nodes if node.op == "call_module"))
+    """Return the block instances of the root that decide about stages, in execution order."""
+    placed = placed_with(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_module" and node not in placed]
+    return list(dict.fromkeys(str(node.target) for node in calls))
 
 
 def marked_split_points(program: Program) -> tuple[SplitAt, ...] | None:
