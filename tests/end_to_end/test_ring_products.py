@@ -164,7 +164,11 @@ def test_rings_send_once_for_all_products_and_recompute(pool: RankPool, tmp_path
 
 def test_the_report_counts_and_an_option_without_effect_is_an_error() -> None:
     found = parts("tp 2").report["overlapped"]
-    assert found == {"gathers": 5, "reduce_scatters": 4, "products": 11}
+    assert {key: count for key, count in found.items() if key != "others"} == {
+        "gathers": 5,
+        "reduce_scatters": 4,
+        "products": 11,
+    }
     assert (
         "5 gathers and 4 reduce-scatters of tp beside 11 products, in 2 pieces each"
         in parts("tp 2").files["report.html"]
