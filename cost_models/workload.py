@@ -323,8 +323,9 @@ class _Walk:
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
             elif record.kernels and not self.works.fused:
+                kernels = {Phase.FORWARD: record.kernels, Phase.INPUT: record.backward or record.kernels}
                 for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
-                    yield from (Traffic(phase, times * nbytes_of(node)) for times in record.kernels)
+                    yield from (Traffic(phase, each.moves * nbytes_of(node), each.functions) for each in kernels[phase])
             elif self.works.casts_once(node, self.scope):
                 yield from self._cast_back(node)
             elif not record.free:

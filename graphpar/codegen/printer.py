@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from graphpar.codegen.describe import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, kv_cache, ring_attention, ring_products, rotary
+from graphpar.emitted import collectives, gated, kv_cache, ring_attention, ring_products, rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -45,7 +45,7 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 OF_FILES = {
     module.__name__.rpartition(".")[2]: functions_of(module)
-    for module in (collectives, kv_cache, ring_attention, ring_products, rotary)
+    for module in (collectives, gated, kv_cache, ring_attention, ring_products, rotary)
 }
 """Those of files that stand in the emitted folder as they stand here, by their file."""
 _OF_FILES = tuple(name for names in OF_FILES.values() for name in names)
