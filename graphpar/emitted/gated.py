@@ -27,8 +27,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``F.gelu(gate, approximate=approximate) * up``, of tensors of one shape."""
-    options = {"approximate": approximate}
-    result: Tensor = _Gated.apply(gate, up, partial(F.gelu, **options), partial(_aten.gelu_backward, **options))
+    activation, slope = (partial(each, approximate=approximate) for each in (F.gelu, _aten.gelu_backward))
+    result: Tensor = _Gated.apply(gate, up, activation, slope)
     return result
 
 

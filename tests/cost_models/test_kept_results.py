@@ -16,6 +16,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, _CachedTorchDispatchMode, _C
 
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations
+from graphpar.cost_models.kept_results import ROWS as CHOSEN_FOR
 from graphpar.cost_models.kept_results import Recomputations, Result, knapsack, results_of
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.cost_models.workload import Works
@@ -195,5 +196,5 @@ def test_a_gated_activation_is_kept_as_its_product() -> None:
     found = results_of(Activations(parts.program, {}), Works(parts.program, {}), block).results
     (node,) = (node for node in block.graph.nodes if "swiglu" in str(node.target))
     (gated,) = (result for result in found if result.node == node.name)
-    nbytes = ROWS * value_of(node).shape[1:].numel() * value_of(node).dtype.itemsize
+    nbytes = CHOSEN_FOR * value_of(node).shape[1:].numel() * value_of(node).dtype.itemsize
     assert (gated.operator, gated.nbytes, gated.cost) == ("aten.mul", nbytes, 5 * nbytes)
