@@ -8,6 +8,7 @@
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
     x * cos + rotate_half(x) * sin                               apply_rotary(x, cos, sin)
+    view_as_real(view_as_complex(x) * polar(1, angles))          apply_rotary(x, table.real, table.imag, interleaved=True)
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left
 
 Fewer kernels run, and autograd keeps fewer tensors. Each is the same function of the same tensors; in 16 bits a norm is rounded once

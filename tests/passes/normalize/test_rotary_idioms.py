@@ -54,6 +54,20 @@ def _interleaved(x: Tensor) -> Tensor:
     return x.repeat_interleave(2, -1)
 
 
+def _table(x: Tensor) -> Tensor:
+    angles = _angles(x)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+
+
+def _complex(x: Tensor, table: Tensor) -> Tensor:
+    """Meta's Llama."""
+    return torch.view_as_real(_pairs(x) * table).flatten(-2).type_as(x)
+
+
 ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: _rotated(x, _half, _doubled),
     "interleaved": lambda x: _rotated(x, _every_two, _interleaved),
@@ -62,6 +76,9 @@ ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
     "a part of the features": lambda x: torch.cat(
         [_joined(x[..., :4], *(each[:, :2] for each in _tables(x, _each))), x[..., 4:]], -1
     ),
+    "complex numbers": lambda x: _complex(x, _table(x)),
+    "complex numbers, of heads": lambda x: _complex(x.unflatten(-1, (2, -1)), _table(x)[:, None, :2]).flatten(2),
+    "complex numbers, conjugated": lambda x: _complex(x, _table(x).conj()),
     "heads": lambda x: _rotated(x[:, None] * x[:, :2, None], _half, _doubled).sum(1),
 }
 NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,6 +89,10 @@ NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
     "without a part of the gradient": lambda x: (
         x * _tables(x, _doubled)[0] + _half(x.detach()) * _tables(x, _doubled)[1]
     ),
+    "complex numbers, one for all features": lambda x: _complex(x, _table(x)[:, :1]),
+    "complex numbers, x conjugated": lambda x: torch.view_as_real(_pairs(x).conj() * _table(x)).flatten(-2),
+    "complex numbers, parts exchanged": lambda x: torch.view_as_real(_pairs(x) * _table(x)).flip(-1).flatten(-2),
+    "complex numbers with a gradient": lambda x: _complex(x, torch.complex(x[..., 0::2], x[..., 1::2])),
     "almost": lambda x: _rotated(x, lambda each: _half(each) * 1.0001, _doubled),
     "angles with a gradient": lambda x: x * x.mean(1, True).cos() + _half(x) * x.mean(1, True).sin(),
 }
