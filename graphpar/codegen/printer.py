@@ -128,7 +128,9 @@ class GraphPrinter:
             OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
         }
         self.reserved |= set(_OF_FILES) if any(_is_sharded(node) for node in graph.nodes) else set()
-        self.reserved |= {operator_name(node) for node in graph.nodes} & set(_OF_FILES)  # no variable may hide what it calls
+        self.reserved |= {operator_name(node) for node in graph.nodes} & set(
+            _OF_FILES
+        )  # no variable may hide what it calls
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
