@@ -63,7 +63,15 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
-_LIBRARY = ("collectives.py", "gated.py", "kv_cache.py", "random_streams.py", "ring_attention.py", "ring_products.py", "rotary.py")
+_LIBRARY = (
+    "collectives.py",
+    "gated.py",
+    "kv_cache.py",
+    "random_streams.py",
+    "ring_attention.py",
+    "ring_products.py",
+    "rotary.py",
+)
 """Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
