@@ -63,14 +63,9 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
-_LIBRARY = (
-    "collectives.py",
-    "gated.py",
-    "kv_cache.py",
-    "random_streams.py",
-    "ring_attention.py",
-    "ring_products.py",
-    "rotary.py",
+_LIBRARY = tuple(
+    f"{name}.py"
+    for name in ["collectives", "gated", "kv_cache", "random_streams", "ring_attention", "ring_products", "rotary"]
 )
 """Files of a program that hold no model code."""
 SMALL = 1 << 26
