@@ -118,6 +118,11 @@ def _add_pins(parser: Parser) -> None:
         default=None,
         help="send what tp gathers and scatters in pieces, while other pieces are multiplied (where the sequence is sharded between)",
     )
+    group.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="what lives in the memory of the host: optimizer (its state), activations (what blocks keep), or optimizer,activations",
+    )
 
 
 def _reshard(text: str) -> str | int:

@@ -66,6 +66,7 @@ class Execution:
         wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
         overlap_tp: the share of collectives inside operators that is hidden behind the products next to them.
+        offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`; nothing where the device is the host.
         rings: gathers before products and reduce-scatters after them are sent in pieces beside these, see
             :mod:`graphpar.passes.ring_products`.
     """
@@ -93,6 +94,7 @@ class Execution:
     dispatch_s: float | None = None
     overlap_tp: float = 0.0
     rings: bool = False
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -169,6 +169,7 @@ def plan(
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
     overlap_tp: bool = False,
+    offload: str | Sequence[str] = (),
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -214,6 +215,9 @@ def plan(
             where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
         overlap_tp: gathers before products and reduce-scatters after them, where tp shards the sequence between, are done in pieces: one
             is multiplied while the next is sent. Prices follow; a CPU hides nothing.
+        offload: what lives in the memory of each device's host: ``"optimizer"`` (its state, which comes to the device a piece at a time to
+            be updated), ``"activations"`` (what blocks keep between forward and backward), or both, as ``"optimizer,activations"`` or a
+            list. Nothing where the device is a CPU.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
             parameters.
@@ -248,6 +252,7 @@ def plan(
         prefetch_distance=prefetch_distance,
         recompute=recompute,
         overlap_tp=overlap_tp,
+        offload=offload,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,

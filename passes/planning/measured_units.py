@@ -16,6 +16,7 @@ from graphpar.cost_models.activation_memory import Activations, Reach, attribute
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
+from graphpar.cost_models.offloaded_units import offloaded
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
@@ -81,7 +82,7 @@ def units_of_ranks(
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
     measured = device, run.fused, run.gradient_bytes, run.rings
-    asked = *measured, run.blocks, tuple(wanted)
+    asked: tuple[Any, ...] = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         if ("split points", *wanted) not in sharded.units:
             sharded.units["split points", *wanted] = unit_split_points(sharded.local, wanted)
@@ -90,6 +91,10 @@ def units_of_ranks(
         if key not in sharded.units:
             sharded.units[key] = _Measured(sharded.local, sharded.sharding.all_degrees, run, device, split_points)
         sharded.units[asked] = sharded.units[key].units(run.blocks)
+    if "activations" in run.offload:
+        if ("offloaded", *asked) not in sharded.units:
+            sharded.units["offloaded", *asked] = offloaded(sharded.units[asked])
+        asked = "offloaded", *asked
     found: list[Unit] = sharded.units[asked]
     return found
 
@@ -265,7 +270,17 @@ def _held(
             backward = not (name.startswith(once) and not trained)
             groups.setdefault((axes, itemsize, trained, copied, apart, backward), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied, apart=apart, backward=backward)
+        Held(
+            axes,
+            sum(sizes),
+            sum(sizes) * itemsize,
+            itemsize,
+            trained,
+            copied=copied,
+            apart=apart,
+            backward=backward,
+            largest=max(sizes),
+        )  # fmt: skip
         for (axes, itemsize, trained, copied, apart, backward), sizes in groups.items()
     ]
     return (*alone, *tied), buffers
