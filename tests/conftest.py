@@ -23,9 +23,11 @@ os.environ["GRAPHPAR_CACHE"] = ""
 gc.set_threshold(400_000, 20, 20)
 
 LONG = (
-    "test_running.py", "test_training_goes_on.py", "test_examples.py", "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_architectures_in_stages.py", "test_memory.py",
-    "test_docs.py", "test_coupled_replicas.py", "test_verification.py", "test_calibrate.py", "test_cli.py", "test_pricing.py",
-    "test_estimate.py", "test_custom_operators.py", "test_planner.py", "test_batch_and_loss.py", "test_codegen.py",
+    "test_examples.py", "test_running.py", "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_architectures_in_stages.py",
+    "test_every_plan.py", "test_docs.py", "test_repeated.py", "test_zero.py", "test_zero1.py", "test_rules.py", "test_planner.py",
+    "test_coupled_replicas.py", "test_zero_pipelines.py", "test_training_goes_on.py", "test_cli.py", "test_memory.py",
+    "test_verification.py", "test_calibrate.py", "test_pricing.py", "test_estimate.py", "test_custom_operators.py",
+    "test_batch_and_loss.py", "test_codegen.py", "test_ring_attention.py", "test_never_worse.py",
 )  # fmt: skip
 """Files that take long: they begin, so that no worker is left with one of them at the end."""
 

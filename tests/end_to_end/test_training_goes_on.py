@@ -64,7 +64,7 @@ def _whole(pool: RankPool, program: Path, *options: str) -> dict[int, tuple[floa
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log.jsonl")
         pool.torchrun(
-            program / "train.py", ["--steps", str(STEPS), "--log", str(log), *options], nproc=2, timeout_s=240
+            program / "train.py", ["--steps", str(STEPS), "--log-file", str(log), *options], nproc=2, timeout_s=240
         )
         records = map(json.loads, log.read_text().splitlines())
         return {each["step"]: (each["loss"], each["gradient_norm"]) for each in records if "loss" in each}
