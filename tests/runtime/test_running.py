@@ -187,6 +187,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize(
     ("name", "number"),
     [(name, number) for name in INTERRUPTED for number in sample([signal.SIGTERM, signal.SIGINT], 1)],
+    ids=lambda each: getattr(each, "name", each),
 )
 def test_an_interrupted_command_says_what_it_leaves(
     program: Path, tmp_path: Path, name: str, number: signal.Signals
