@@ -280,7 +280,7 @@ def _held(
             apart=apart,
             backward=backward,
             largest=max(sizes),
-        )  # fmt: skip
+        )
         for (axes, itemsize, trained, copied, apart, backward), sizes in groups.items()
     ]
     return (*alone, *tied), buffers
