@@ -144,7 +144,9 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
         "assumed": {
             "optimizer": "AdamW",
             "recompute": plan.recompute,
-            "operators": "not fused",
+            "operators": "fused by torch.compile (run with --compile), memory as if not"
+            if plan.compile
+            else "not fused",
             "collectives": _collectives(plan, predicted),
             "device": predicted.device,
             "figures": predicted.figures,
@@ -237,6 +239,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
         "overlap_tp": plan.overlap_tp,
+        "compile": plan.compile,
         "zero": plan.zero,
         "reshard": plan.reshard,
         "prefetch": plan.prefetch,
