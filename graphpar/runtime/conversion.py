@@ -136,11 +136,12 @@ def _adapters(folder: Path) -> tuple[Adapter, ...]:
     plan = read_object(folder / PLAN) if (folder / PLAN).is_file() else {}
     interface = Record(plan.get("interface", {}), where)
     records = interface.records("adapters") if interface.has("adapters") else []
-    if not records:
+    if not plan:
         raise RuntimeProgramError(
-            f"{folder} has no adapters"
-            + ("" if plan else f", or no {PLAN} that says which: convert it with --to and their program")
+            f"{folder} has no {PLAN}, which says what its adapters are; convert it with --to and their program"
         )
+    if not records:
+        raise RuntimeProgramError(f"{folder} has no adapters; the program that saved it has none")
     return tuple(map(Adapter.read, records))
 
 

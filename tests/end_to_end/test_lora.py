@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.cli.main import main
 from graphpar.errors import GraphparError
 from graphpar.runtime import conversion
 from graphpar.runtime.saved_state import may_become
@@ -211,6 +212,48 @@ def test_adapters_that_nothing_calls_are_told() -> None:
     program = gp.export(gp.lora(Skips(), {"*": 2}), (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
     assert [line for line in program.warnings if "The adapters of idle are never used" in line]
     assert [adapter.layer for adapter in program.adapters] == ["used", "idle"]
+
+
+def test_adapters_of_a_checkpoint_without_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def saved(name: str, model: nn.Module) -> str:
+        program = gp.export(model, (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
+        gp.partition(program, gp.plan(program)).save(tmp_path / name)
+        save_file(model.state_dict(), tmp_path / f"{name}.safetensors")
+        conversion.convert(tmp_path / f"{name}.safetensors", tmp_path / f"{name}-ckpt", tmp_path / name)
+        return str(tmp_path / f"{name}-ckpt")
+
+    def refused(*words: str) -> str:
+        assert main(["checkpoint", *words, "-o", str(tmp_path / "nothing")]) == 2
+        assert not (tmp_path / "nothing").exists()
+        return capsys.readouterr().err
+
+    torch.manual_seed(3)
+    model = gp.lora(Skips(), {"used": 2}, alpha=6)
+    with torch.no_grad():
+        model.used.lora_B.weight.normal_()  # type: ignore[union-attr]
+    checkpoint = saved("adapted", model)
+    assert main(["checkpoint", "adapters", checkpoint, "-o", str(tmp_path / "peft")]) == 0
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    names = {key: f"base_model.model.used.{key}.weight" for key in ("lora_A", "lora_B")}
+    assert found.keys() == set(names.values())
+    assert all(torch.equal(found[name], model.get_parameter(f"used.{key}.weight")) for key, name in names.items())
+    assert main(["checkpoint", "merge", checkpoint, "--merged", "-o", str(tmp_path / "merged.safetensors")]) == 0
+    plain = Skips()
+    plain.load_state_dict(load_file(tmp_path / "merged.safetensors"))
+    x = torch.randn(5, 4)
+    assert relative_error(model(x), plain(x)) <= ALLOWED["output"]
+    capsys.readouterr()
+
+    bare = saved("bare", Skips())
+    for words in (["adapters"], ["merge", "--merged"], ["export", "--merged"]):
+        assert "has no adapters; the program that saved it has none" in refused(words[0], bare, *words[1:])
+    conversion.convert(tmp_path / "adapted.safetensors", tmp_path / "alone", None)
+    assert "has no plan.json, which says what its adapters are; convert it with --to" in refused(
+        "adapters", str(tmp_path / "alone")
+    )
+    other = saved("other", gp.lora(Skips(), {"used": 3}))
+    assert "values of other shapes" in refused("convert", other, "--to", str(tmp_path / "adapted"))
+    assert "it has no value for used.lora_A.weight" in refused("convert", bare, "--to", str(tmp_path / "adapted"))
 
 
 class ByHand(nn.Module):
