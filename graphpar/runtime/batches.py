@@ -97,8 +97,8 @@ def _other_length(spec: InputInterface, value: Tensor) -> str:
         else ""
     )
     return (
-        f": a program has one size of each dim but the batch, and was traced with {expected} along dim {dim}, not {found}; {padding}compile "
-        "the model with example inputs of that size into another folder, which reads the same checkpoints"
+        f": a program has one size of each dim but the batch, and was traced with {expected} along dim {dim}, not {found}; {padding}"
+        "compile the model with example inputs of that size into another folder, which reads the same checkpoints"
     )
 
 
