@@ -194,7 +194,7 @@ def _add_output(parser: Parser) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        help="take a plan whose blocks torch.compile can compile; with --run, compile them",
+        help="take a plan whose blocks torch.compile can compile, priced with fused operators; with --run, compile them",
     )
     group.add_argument("--run", action="store_true", help="then run it here, on local processes")
     group.add_argument("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")

@@ -39,7 +39,7 @@ from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.next_best import Decisions
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.recomputation import read_recompute
-from graphpar.passes.planning.validate_plan import check_alone, check_compiled, validate_plan
+from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.schedules.table import load_table
@@ -164,9 +164,8 @@ def _request(options: argparse.Namespace) -> _Request:
     given = read_plan(*read_record(options.plan)) if options.plan else None
     if given is not None:
         _check_beside_plan(options)
+        given = replace(given, compile=given.compile or options.compile)
         check_alone(given)
-        if options.compile:
-            check_compiled(given)
     wanted = _wanted(options)
     ask(**wanted)  # before the model file is imported, which may take long too
     if options.out is not None:

@@ -58,6 +58,9 @@ class Execution:
             attention scores, where they are kept at all.
         blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
+        compiled: ``torch.compile`` fuses the operators of each block between products and collectives, or those of a program without
+            blocks (:mod:`graphpar.cost_models.fused_groups`). What stands outside of blocks, sums of gradients and the optimizer run as
+            they are.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
         gathered: how many units have their whole parameters at once (ZeRO 3).
@@ -86,6 +89,7 @@ class Execution:
     recompute: str = "none"
     blocks: tuple[tuple[str, str], ...] = ()
     fused: bool = False
+    compiled: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True
     gathered: int = 2
@@ -107,6 +111,13 @@ class Execution:
             raise GraphparError(f"recompute is {self.recompute!r}; it must be one of {', '.join(RECOMPUTE)}.")
         if not 0 <= self.overlap_tp <= 1:
             raise GraphparError(f"overlap_tp is {self.overlap_tp!r}; it is a share, from 0 to 1.")
+
+    @property
+    def recasts(self) -> bool:
+        """Whether parameters that are read in another dtype are cast for each microbatch: compiled blocks do that, unless they are
+        gathered as they are read.
+        """
+        return self.compiled and (self.zero < 2 or self.gather_bytes is None)
 
     @property
     def kept_for_step(self) -> bool:

@@ -223,7 +223,7 @@ def plan(
             parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
         compile: leave out what blocks can't do that ``torch.compile`` compiles: schedules that split backwards in two, and recomputation
-            of a part of their results.
+            of a part of their results. Prices are those of fused operators; memory is counted as without.
         time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
 
     Raises:

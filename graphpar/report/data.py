@@ -145,7 +145,9 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
         "assumed": {
             "optimizer": "AdamW",
             "recompute": plan.recompute,
-            "operators": "not fused",
+            "operators": "fused by torch.compile (run with --compile), memory as if not"
+            if plan.compile
+            else "not fused",
             "collectives": _collectives(plan, predicted),
             "device": predicted.device,
             "figures": predicted.figures,
@@ -240,6 +242,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "dp_mean": plan.dp_mean,
         "overlap_tp": plan.overlap_tp,
         "offload": list(plan.offload),
+        "compile": plan.compile,
         "zero": plan.zero,
         "reshard": plan.reshard,
         "prefetch": plan.prefetch,

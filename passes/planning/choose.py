@@ -238,6 +238,7 @@ def _plan(
         recompute=pins.recompute,
         overlap_tp=pins.overlap_tp,
         offload=pins.offload,
+        compile=pins.compile,
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

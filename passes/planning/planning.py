@@ -129,7 +129,9 @@ def planner_for(
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
     moved = moved_on(cluster, pins.offload)
-    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp, offload=moved)
+    execution = replace(
+        _execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp, offload=moved, compiled=pins.compile
+    )
     dtype = dominant_dtype(program)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
@@ -174,9 +176,8 @@ def pricing_of(
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     if execution is None:
         shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
-        execution = replace(
-            _execution(program, *shared), rings=plan.overlap_tp, offload=moved_on(cluster, plan.offload)
-        )
+        moved = moved_on(cluster, plan.offload)
+        execution = replace(_execution(program, *shared), rings=plan.overlap_tp, offload=moved, compiled=plan.compile)
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
@@ -244,6 +245,7 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
         microbatch_size=None if program.symbolic and program.mode != GENERATE else plan.microbatch_size,
         allow_batch_coupling=plan.allow_batch_coupling,
         recompute=AUTO,
+        compile=plan.compile,
     )
     return planner_for(program, cluster, {}, pins).alone()
 

@@ -75,6 +75,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         recompute=given.recompute,
         overlap_tp=given.overlap_tp,
         offload=read_offload(given.offload),
+        compile=given.compile,
         dtype=given.dtype,
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,
@@ -126,6 +127,8 @@ def check_alone(plan: Plan) -> None:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
     check_recompute(plan.recompute)
+    if plan.compile:
+        check_compiled(plan)
     check_zero(plan.mesh, plan.zero, plan.mode)
     check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
     check_reshard(plan.mesh, plan.zero, plan.reshard)
