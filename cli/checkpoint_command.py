@@ -14,7 +14,7 @@ from graphpar.errors import GraphparError
 if TYPE_CHECKING:
     from rich.console import Console
 
-ACTIONS = ("inspect", "merge", "export", "convert")
+ACTIONS = ("inspect", "merge", "export", "adapters", "convert")
 UNITS = {
     "": 1,
     "KB": 10**3,
@@ -26,7 +26,12 @@ UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-TAKEN = {"to": ("export", "convert"), "out": ("merge", "export", "convert"), "max_shard_size": ("export",)}
+TAKEN = {
+    "to": ("export", "convert"),
+    "out": ("merge", "export", "adapters", "convert"),
+    "max_shard_size": ("export",),
+    "merged": ("merge", "export"),
+}
 """Which actions take an option."""
 
 
@@ -37,7 +42,8 @@ def add_parser(commands: Commands) -> None:
         "action",
         metavar="ACTION",
         choices=ACTIONS,
-        help="inspect: say what is in it; merge: into one safetensors file; export: as Hugging Face has it; convert: into a checkpoint",
+        help="inspect: say what is in it; merge: into one safetensors file; export: as Hugging Face has it; adapters: these alone, as peft "
+        "has them; convert: into a checkpoint",
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder with `latest`; convert: safetensors, too"
@@ -48,6 +54,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("-o", "--out", metavar="PATH", help="what to write: a file (merge) or a folder")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", type=size, help="export: the largest file, such as 500MB (default: 5GB)"
+    )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        default=None,
+        help="merge and export: the model without adapters, with these added to its weights",
     )
     add_json(parser)
 
@@ -78,9 +90,13 @@ def run(options: argparse.Namespace) -> Result:
             return Result({"checkpoints": found}, lambda console: show(found, console))
         out = Path(options.out)
         if action == "merge":
-            data = conversion.merge(options.checkpoint, out)
+            data = conversion.merge(options.checkpoint, out, bool(options.merged))
         elif action == "export":
-            data = conversion.export(options.checkpoint, out, options.max_shard_size or 5 * UNITS["GB"])
+            data = conversion.export(
+                options.checkpoint, out, options.max_shard_size or 5 * UNITS["GB"], bool(options.merged)
+            )
+        elif action == "adapters":
+            data = conversion.adapters(options.checkpoint, out)
         else:
             data = conversion.convert(options.checkpoint, out, options.to)
     return Result(data, lambda console: console.out(f" {data['tensors']} tensors in {data['out']}", highlight=False))

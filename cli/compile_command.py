@@ -118,6 +118,11 @@ def _add_pins(parser: Parser) -> None:
         help="send what tp gathers and scatters in pieces, while other pieces are multiplied, where the sequence is sharded between "
         "(default: where the prices of a cluster say that it is faster)",
     )
+    group.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="what lives in the memory of the host: optimizer (its state), activations (what blocks keep), or optimizer,activations",
+    )
 
 
 def _reshard(text: str) -> str | int:
@@ -189,7 +194,7 @@ def _add_output(parser: Parser) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        help="take a plan whose blocks torch.compile can compile; with --run, compile them",
+        help="take a plan whose blocks torch.compile can compile, priced with fused operators; with --run, compile them",
     )
     group.add_argument("--run", action="store_true", help="then run it here, on local processes")
     group.add_argument("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")

@@ -39,7 +39,7 @@ from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.next_best import Decisions
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.recomputation import read_recompute
-from graphpar.passes.planning.validate_plan import check_alone, check_compiled, validate_plan
+from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.schedules.table import load_table
@@ -70,6 +70,7 @@ _PLAN_DECIDES = (
     "prefetch",
     "prefetch_distance",
     "overlap_tp",
+    "offload",
     "dp_mean",
     "batch",
     "dtype",
@@ -163,9 +164,8 @@ def _request(options: argparse.Namespace) -> _Request:
     given = read_plan(*read_record(options.plan)) if options.plan else None
     if given is not None:
         _check_beside_plan(options)
+        given = replace(given, compile=given.compile or options.compile)
         check_alone(given)
-        if options.compile:
-            check_compiled(given)
     wanted = _wanted(options)
     ask(**wanted)  # before the model file is imported, which may take long too
     if options.out is not None:
@@ -308,6 +308,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "prefetch_distance": options.prefetch_distance,
         "recompute": None if options.recompute is None else read_recompute(options.recompute),
         "overlap_tp": options.overlap_tp,
+        "offload": options.offload or (),
         "dtype": options.dtype,
         "reduce_dtype": options.reduce_dtype,
         "top": options.top,

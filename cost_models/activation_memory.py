@@ -90,6 +90,8 @@ class Activations:
         even_experts: assume that rows are spread evenly over the ranks' experts. The real spread is known only when the program
             runs, so without this a program with sharded experts is refused.
         recomputed: how blocks are recomputed, by path.
+        casts: the dtypes of the copies of parameters that all microbatches share, by name; by default those of
+            :mod:`graphpar.runtime.cast_once`.
 
     Raises:
         GraphparError: the device is of another kind.
@@ -103,6 +105,7 @@ class Activations:
         device: str = "cpu",
         even_experts: bool = False,
         recomputed: Mapping[str, Recomputation] | None = None,
+        casts: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         if device not in KINDS:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
@@ -111,7 +114,8 @@ class Activations:
         self.mode = CountedFakes()
         self.state: dict[str, Tensor] = {}
         self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-        self.casts = cast_parameters(program) if program.mode == "train" else {}
+        once = cast_parameters(program) if program.mode == "train" else {}
+        self.casts = once if casts is None else casts
 
     def reach(self, stage: Stage, rows: int) -> Reach:
         """Measure one run of a stage's forward and backward for a microbatch of ``rows``."""

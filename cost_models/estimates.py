@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.display import as_page
 from graphpar.ir.recomputation import Recompute
@@ -54,6 +54,8 @@ class Estimate:
         mfu: model flops utilisation: flops of products and attention, without recomputation, over the devices' peak in that time.
         bubble_fraction: the share of ranks x pipeline time in which a rank computes nothing.
         memory: of each pp rank at its peak.
+        host_memory: of each pp rank in the memory of its host; empty where nothing is offloaded.
+        host_memory_bytes: of the host of a device, its share of the node's; None: not known.
         compute_s: of the busiest rank.
         communication_s: of the busiest rank, by axis, hidden or not.
         exposed_s: the part of it that computation does not hide.
@@ -85,6 +87,15 @@ class Estimate:
     device: str
     memory_bytes: int
     figures: str
+    host_memory: tuple[HostMemory, ...] = ()
+    host_memory_bytes: int | None = None
+
+    @property
+    def host_missing_bytes(self) -> int:
+        """Bytes by which what is offloaded exceeds a device's share of its host's memory; not positive where it fits, or is not known."""
+        if self.host_memory_bytes is None:
+            return 0
+        return max((each.total for each in self.host_memory), default=0) - self.host_memory_bytes
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -134,6 +145,8 @@ class Estimate:
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
+            "host_memory": [asdict(memory) for memory in self.host_memory],
+            "host_memory_bytes": self.host_memory_bytes,
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],

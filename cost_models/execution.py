@@ -58,6 +58,9 @@ class Execution:
             attention scores, where they are kept at all.
         blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
+        compiled: ``torch.compile`` fuses the operators of each block between products and collectives, or those of a program without
+            blocks (:mod:`graphpar.cost_models.fused_groups`). What stands outside of blocks, sums of gradients and the optimizer run as
+            they are.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
         gathered: how many units have their whole parameters at once (ZeRO 3).
@@ -66,6 +69,7 @@ class Execution:
         wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
         overlap_tp: the share of collectives inside operators that is hidden behind the products next to them.
+        offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`; nothing where the device is the host.
         rings: gathers before products and reduce-scatters after them are sent in pieces beside these, see
             :mod:`graphpar.emitted.ring_products`.
     """
@@ -85,6 +89,7 @@ class Execution:
     recompute: str = "none"
     blocks: tuple[tuple[str, str], ...] = ()
     fused: bool = False
+    compiled: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True
     gathered: int = 2
@@ -93,6 +98,7 @@ class Execution:
     dispatch_s: float | None = None
     overlap_tp: float = 0.0
     rings: bool = False
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -105,6 +111,13 @@ class Execution:
             raise GraphparError(f"recompute is {self.recompute!r}; it must be one of {', '.join(RECOMPUTE)}.")
         if not 0 <= self.overlap_tp <= 1:
             raise GraphparError(f"overlap_tp is {self.overlap_tp!r}; it is a share, from 0 to 1.")
+
+    @property
+    def recasts(self) -> bool:
+        """Whether parameters that are read in another dtype are cast for each microbatch: compiled blocks do that, unless they are
+        gathered as they are read.
+        """
+        return self.compiled and (self.zero < 2 or self.gather_bytes is None)
 
     @property
     def kept_for_step(self) -> bool:

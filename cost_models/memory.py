@@ -14,10 +14,29 @@ bytes and segments to 2 MiB, and fragments."""
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one rank in the memory of its host, at the peak.
+
+    Attributes:
+        optimizer: the state of the optimizer.
+        activations: what blocks keep of the microbatches in flight.
+    """
+
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank.
 
     Attributes:
+        optimizer: the state of the optimizer on the device; where it lives in the host's memory, the pieces that are updated at one time.
         copies: of parameters, in the dtype in which they are read, made once a step.
         buffers: buffers and constants.
         buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice. And what is gathered of

@@ -36,6 +36,9 @@ class Bytes:
         """Return the bytes for ``rows``."""
         return max(0, round(self.fixed + self.per_row * rows))
 
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.fixed + other.fixed, self.per_row + other.per_row)
+
     @staticmethod
     def through(first: float, second: float) -> Bytes:
         """Return the line through the bytes at both of ``ROWS``."""
@@ -56,6 +59,8 @@ class UnitMemory:
     held: bool
     forward: Bytes
     backward: Bytes
+    moved: Bytes = Bytes()
+    """Kept in the memory of the host instead, see :mod:`graphpar.cost_models.offloaded_units`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Held:
 
     ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``apart``: the axes of replicas
     that hold different experts, over which these gradients are not summed. ``backward``: False for those of blocks without one.
+    ``largest``: the elements of the largest of them.
     """
 
     axes: tuple[str, ...]
@@ -76,6 +82,7 @@ class Held:
     copied: int = 0
     apart: tuple[str, ...] = ()
     backward: bool = True
+    largest: int = 0
 
     def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""
@@ -94,6 +101,7 @@ class UnitBytesAt(NamedTuple):
     held: bool
     forward: int
     backward: int
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,7 @@ class UnitClass:
     Attributes:
         sends: for each value that crosses to the next unit, its bytes, and whether a gradient comes back.
         again: what its blocks repeat in the backward.
+        moves: whether its blocks keep in the memory of the host what they keep.
     """
 
     def __init__(
@@ -129,7 +138,9 @@ class UnitClass:
         sends: tuple[tuple[Size, bool], ...],
         measure: Callable[[], UnitMemory],
         again: Repeated | None = None,
+        moves: bool = False,
     ) -> None:
+        self.moves = moves
         self.work, self.sends, self._measure, self.again = work, sends, measure, again or Repeated()
         self._at: dict[int, UnitBytesAt] = {}
 
@@ -196,6 +207,11 @@ class JoinedUnits:
         )
         self._inside = [0, *itertools.accumulate(each.inside for each in self.at)]
         self._between = [0, *itertools.accumulate(self.between)]
+        self._moved = [0, *itertools.accumulate(each.moved for each in self.at)]
+
+    def moved(self, first: int, after: int) -> int:
+        """Return the bytes that the units from ``first`` up to ``after``, exclusive, keep in the memory of the host."""
+        return self._moved[after] - self._moved[first]
 
     def stage(self, first: int, after: int) -> StageBytes:
         """Return the bytes of the units from ``first`` up to ``after``, exclusive."""

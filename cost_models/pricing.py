@@ -24,7 +24,8 @@ from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.memory import HostMemory, Memory
+from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.stage_prices import Again, StagePrices
@@ -170,13 +171,20 @@ class Pricing:
         return StagePrices(
             [self.unit_seconds(unit.kind, rows) for unit in self.units],
             [self._repeated(unit.kind, rows) for unit in self.units],
-            [bool(unit.kind.again.work.rows) for unit in self.units],
+            [bool(unit.kind.again.work.rows) or unit.kind.moves for unit in self.units],
             self.compute,
             self.execution,
             self.mesh.pp,
             state,
             self.mesh.state_axis,
+            self._moved_s(rows),
         )
+
+    def _moved_s(self, rows: int) -> Array | None:
+        """Return the seconds of copying what each unit keeps to the host, one way; None where nothing is moved."""
+        if "activations" not in self.execution.offload or not self.train:
+            return None
+        return np.array([host_s(self.cluster.device, unit.kind.bytes_at(rows).moved) for unit in self.units])
 
     def _repeated(self, kind: UnitClass, rows: int) -> Again:
         """Return the seconds of what a unit's blocks run again in the backward."""
@@ -242,6 +250,7 @@ class Pricing:
             mfu=self.flops(layout) / (step.seconds * self.mesh.size * self.compute.rate(self._itemsize)),
             bubble_fraction=step.timeline.bubble,
             memory=self._memories(layout, [stage.units for stage in step.staged], step.own, exact),
+            host_memory=self._host_memories(layout, [stage.units for stage in step.staged], step.own, exact),
             compute_s=compute,
             communication_s=sent,
             exposed_s=exposed,
@@ -258,6 +267,7 @@ class Pricing:
             cluster=str(self.cluster),
             device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
+            host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
         )
 
@@ -323,6 +333,13 @@ class Pricing:
     @property
     def _itemsize(self) -> int:
         return 4 if self.dtype in ("fp32", "tf32", "fp64") else 2
+
+    @property
+    def _host_share(self) -> int | None:
+        """The bytes of a node's host for each of the ranks on it."""
+        cluster = self.cluster
+        share = min(self.mesh.size, cluster.devices_per_node)
+        return None if cluster.host_memory_bytes is None else cluster.host_memory_bytes // share
 
     def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
         """Return (first unit, the one after the last) of each stage.
@@ -494,9 +511,26 @@ class Pricing:
         peaks = self._activations(layout, stages, exact)
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
+    def _host_memories(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
+    ) -> tuple[HostMemory, ...]:
+        """Return what each pp rank has in the memory of its host; nothing where nothing is offloaded."""
+        run, rows = self.execution, layout.microbatch_size
+        if not run.offload or not self.train:
+            return ()
+        held = [self.bytes.held([stages[place] for place in places]) for places in own]
+        state = [self.bytes.optimizer_state(each) if "optimizer" in run.offload else 0 for each in held]
+        moved = [self.bytes.moved(first, after, rows) for first, after in stages]
+        peaks = self._most_kept(layout, moved, exact)
+        return tuple(HostMemory(nbytes, peak) for nbytes, peak in zip(state, peaks))
+
     def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
         """Return the most bytes of activations that each pp rank keeps at once."""
         saved = [self.bytes.kept(first, after, layout.microbatch_size)[0] for first, after in stages]
+        return self._most_kept(layout, saved, exact)
+
+    def _most_kept(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
+        """Return the most bytes that each pp rank keeps at once, of so many of a microbatch of each stage."""
         if self.mesh.pp == 1 and layout.order is None:
             return [sum(saved)]
 

@@ -18,6 +18,8 @@ from graphpar.cost_models.step_costs import StageSeconds, UnitSeconds, summed_by
 from graphpar.cost_models.workload import Phase
 
 Array = NDArray[np.float64]
+HOST_LINK = "host link"
+"""The name under which copies to the host and back are reported, beside the axes over which is communicated."""
 _PARTS = 4
 
 
@@ -44,6 +46,7 @@ class StagePrices:
         state: the seconds of gathering each unit's parameters, and of reduce-scattering its gradients; None where state is whole, or is
             gathered by the schedule.
         state_axis: under which axis these are reported.
+        moved: the seconds of copying to the host, and back, what each unit keeps; None where nothing is moved.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class StagePrices:
         pp: int,
         state: Callable[[], tuple[Array, Array, Array]] | None,
         state_axis: str,
+        moved: Array | None = None,
     ) -> None:
+        self._moved = moved
         self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
         kinds = {id(own): (own, more) for own, more in zip(seconds, again)}
         place = {key: number for number, key in enumerate(kinds)}
@@ -115,6 +120,13 @@ class StagePrices:
             everything = summed_by_axis([everything, {self._state_axis: gathered}])
             longer = forward - plain[0], backward - plain[1]
             exposed = [summed_by_axis([way, {self._state_axis: more}]) for way, more in zip(exposed, longer)]
+        if self._moved is not None:
+            plain = forward, backward
+            forward, backward = self._beside_copies(slice(first, after), forward, backward)
+            copied = {HOST_LINK: 2 * float(self._moved[first:after].sum())}
+            everything = summed_by_axis([everything, copied])
+            longer = forward - plain[0], backward - plain[1]
+            exposed = [summed_by_axis([way, {HOST_LINK: more}]) for way, more in zip(exposed, longer)]
         twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
         compute = sum(phase.busy for phase in busy) + twice + run_again.busy
         compute += there_python + back_python if self.compute.device.kind == "cpu" else 0.0
@@ -136,6 +148,22 @@ class StagePrices:
         sent = self._table[_PARTS * _PARTS + 2 :: 3][: len(self._axes)].sum(axis=0)
         exposed = (1.0 - self.execution.overlap_tp) * sent
         return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + exposed)
+
+    def _beside_copies(self, stage: slice, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward with copies to the host and back beside them.
+
+        What a unit keeps leaves while the next computes, and comes while the one after it does; each waits for the end of that. At the
+        end of the model the last unit's backward follows at once, and what it kept is still there; elsewhere nothing is beside its return.
+        """
+        assert self._moved is not None
+        moved = self._moved[stage]
+        forwards = self._forwards[stage]
+        forwards = forwards * (forward / max(forwards.sum(), 1e-12))
+        before = np.append(0.0, moved[:-1])
+        leaving = float(np.maximum(forwards, before).sum())
+        last = 0.0 if stage.stop == self.count else float(moved[-1])
+        coming = last + float(np.maximum(forwards * (backward / max(forward, 1e-12)), before).sum())
+        return max(forward, leaving), max(backward, coming)
 
     def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float]:
         """Return forward, backward and all communication of a microbatch with sharded state, in seconds.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.execution import OPTIMIZERS
+from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce
 from graphpar.cost_models.step_costs import StageSeconds
 from graphpar.cost_models.timelines import StepEnd
@@ -21,6 +22,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.runtime.offloaded_state import AT_ONCE
 
 
 class _Once(NamedTuple):
@@ -166,7 +168,20 @@ class StepEnds:
         trained = sum(held.elements for held in self.bytes.held(stages) if held.trained)
         moved = self._copied(stages) + trained * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
-        return self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
+        seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
+        return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
+
+    def _streamed(self, stages: Sequence[tuple[int, int]], update: float) -> float:
+        """Return the seconds of an ``update`` whose state comes from the host and goes back, a piece at a time.
+
+        A piece comes while the one before it is updated and sent; the first and the last have nothing beside them. Two pieces are on the
+        device at one time, so that one can't come before the one two places before it has left.
+        """
+        held = self.bytes.held(stages)
+        state = self.bytes.optimizer_state(held)
+        way = host_s(self.cluster.device, state)
+        first = min(1.0, self.bytes.piece_state(held) / max(state, 1))
+        return first * (2 * way + update) + (1 - first) * max(update, way + update / AT_ONCE)
 
     def _copied(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of copying gradients that a rank sums at the end of a step to flat tensors, and its shards out of those."""

@@ -22,6 +22,7 @@ from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.runtime.offloaded_state import AT_ONCE, PIECE_BYTES
 
 Array = NDArray[np.float64]
 
@@ -136,6 +137,8 @@ class UnitBytes:
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
+            if "optimizer" in run.offload:
+                memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             self._constants[key] = _Constant(
                 memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units)
             )
@@ -176,19 +179,39 @@ class UnitBytes:
         return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
 
     def state(self, held: Iterable[Held]) -> Memory:
-        """Return the bytes of parameters, gradients, main copies and optimizer state."""
+        """Return the bytes of parameters, gradients, main copies and optimizer state, without what is updated at one time of state that
+        lives in the host's memory."""
         run, parts = self.execution, list(held)
         trained = [part for part in parts if part.trained]
-        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
-        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
-        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
+        main = self._main_copies(trained)
         return Memory(
             parameters=run.divided(sum(part.nbytes for part in parts), 3),
             copies=self.copied(parts),
             gradients=run.divided(self.gradient_sizes(trained), 2),
             main_copies=run.divided(main, 1),
-            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
+            optimizer=0 if "optimizer" in run.offload else self.optimizer_state(parts),
         )
+
+    def optimizer_state(self, held: Iterable[Held]) -> int:
+        """Return the bytes of the optimizer's state, wherever it lives."""
+        run, trained = self.execution, [part for part in held if part.trained]
+        copied = sum(part.nbytes for part in self._copied_as_main(trained))
+        updated = sum(part.nbytes for part in trained) - copied + self._main_copies(trained)
+        return run.divided(updated * OPTIMIZERS[run.optimizer], 1)
+
+    def piece_state(self, held: Iterable[Held]) -> int:
+        """Return the bytes of the state of the largest piece of parameters that are updated at one time, see
+        :mod:`graphpar.runtime.offloaded_state`."""
+        run = self.execution
+        trained = [part for part in held if part.trained]
+        largest = max(((part.largest or part.elements) * part.itemsize for part in trained), default=0)
+        return OPTIMIZERS[run.optimizer] * max(PIECE_BYTES, run.divided(largest, 1) if run.zero >= 2 else largest)
+
+    def _copied_as_main(self, trained: Iterable[Held]) -> list[Held]:
+        return [part for part in trained if self.execution.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
+
+    def _main_copies(self, trained: Iterable[Held]) -> int:
+        return sum(part.elements * MAIN_DTYPE.itemsize for part in self._copied_as_main(trained))
 
     def _returned(self, after: int, rows: int) -> int:
         """Return the bytes of the gradients that come back to a stage whose last unit is the one before ``after``."""
@@ -224,6 +247,10 @@ class UnitBytes:
             largest = run_largest(np.array([self.execution.gathered_bytes(unit.held) for unit in self.units]))
             fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
         return fixed
+
+    def moved(self, first: int, after: int, rows: int) -> int:
+        """Return the bytes of a microbatch that a stage keeps in the memory of the host."""
+        return self.joined(rows).moved(first, after)
 
     def joined(self, rows: int) -> JoinedUnits:
         """Return the bytes of all units for microbatches of ``rows``."""

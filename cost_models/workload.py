@@ -21,6 +21,7 @@ import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
 from graphpar.cost_models.flops import cache_length, cached_bytes
+from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
@@ -150,6 +151,8 @@ class Works:
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
         rings: collectives are sent in pieces beside products (:class:`graphpar.cost_models.execution.Execution`).
+        compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none.
+        recasts: parameters that are read in another dtype are cast for each microbatch.
     """
 
     def __init__(
@@ -160,11 +163,13 @@ class Works:
         fused: bool = False,
         gradient_bytes: int | None = None,
         rings: bool = False,
+        compiled: bool = False,
+        recasts: bool = False,
     ) -> None:
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
-        self.rings, self.train = rings, program.mode == "train"
+        self.rings, self.compiled, self.train = rings, compiled, program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
-        self.casts = cast_parameters(program) if self.train else {}
+        self.casts = cast_parameters(program) if self.train and not recasts else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
         self._blocks: dict[str, Work] = {}
 
@@ -303,6 +308,7 @@ class _Walk:
 
     def __init__(self, works: Works, graph: fx.Graph, scope: str, without: Collection[str]) -> None:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
+        self.compiled = works.compiled and bool(scope or not works.program.blocks)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the graph, without those of the blocks it calls."""
@@ -322,14 +328,15 @@ class _Walk:
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
-            elif record.kernels and not self.works.fused:
+            elif record.kernels and not self.works.fused:  # of several kernels, which torch.compile doesn't fuse
+                kernels = {Phase.FORWARD: record.kernels, Phase.INPUT: record.backward or record.kernels}
                 for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
-                    yield from (Traffic(phase, times * nbytes_of(node)) for times in record.kernels)
+                    yield from (Traffic(phase, each.moves * nbytes_of(node), each.functions) for each in kernels[phase])
             elif self.works.casts_once(node, self.scope):
                 yield from self._cast_back(node)
             elif not record.free:
                 elementwise.append(node)
-        yield from self._elementwise(elementwise)
+        yield from self._compiled(elementwise) if self.compiled else self._elementwise(elementwise)
         if self.works.train:
             yield from self._gradient_sums()
 
@@ -389,7 +396,7 @@ class _Walk:
         chains: dict[fx.Node, list[fx.Node]] = {}
         head: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            sources = map(_through_views, node.all_input_nodes)
+            sources = map(through_views, node.all_input_nodes)
             head[node] = next((head[source] for source in sources if self._joins(node, source, head)), node)
             chains.setdefault(head[node], []).append(node)
         for chain in chains.values():
@@ -404,9 +411,9 @@ class _Walk:
         inside = set(chain)
         read: dict[fx.Node, None] = {}
         for node in chain:
-            read.update((source, None) for source in map(_through_views, node.all_input_nodes) if source not in inside)
+            read.update((source, None) for source in map(through_views, node.all_input_nodes) if source not in inside)
         inputs = [node for node in read if has_tensors(node)]
-        outputs = [node for node in chain if any(user not in inside for user in _users_through_views(node))]
+        outputs = [node for node in chain if any(user not in inside for user, _ in uses_of(node))]
         if not inputs and not outputs:
             return
         records = [record_of(node) for node in chain]
@@ -426,13 +433,40 @@ class _Walk:
         saved = [nbytes_of(node) for node in values]
         yield from _traffic(Phase.INPUT, total([*gradients, *saved]), functions)
 
+    def _compiled(self, nodes: Sequence[fx.Node]) -> Iterator[Row]:
+        """Yield the traffic of the kernels that ``torch.compile`` makes of a block, and of sums of gradients beside them."""
+        casts = {
+            node for node in nodes if casts_parameter(node) and not all(_fusible(user) for user, _ in uses_of(node))
+        }
+        fusion = fusion_of(self.graph, [node for node in nodes if _fusible(node) and node not in casts], self._grad)
+        for node in nodes:
+            if node in casts:
+                yield from self._cast(node)
+            elif not _fusible(node):
+                yield from self._chain([node])
+        for group in fusion.groups:
+            yield from _traffic(Phase.FORWARD, map(nbytes_of, [*group.reads, *group.writes]), group.functions)
+            if group.backward:
+                moved = [*group.gradients, *group.saved, *group.returned]
+                yield from _traffic(Phase.INPUT, map(nbytes_of, moved), group.functions)
+        for parts, value in fusion.sums:
+            yield from _traffic(Phase.INPUT, map(nbytes_of, [*parts, value]))
+
+    def _cast(self, node: fx.Node) -> Iterator[Row]:
+        """Yield casting what the graph holds, and its gradient back."""
+        (source,) = node.all_input_nodes
+        yield from _traffic(Phase.FORWARD, [nbytes_of(node), nbytes_of(source)])
+        yield from self._cast_back(node)
+
     def _gradient_sums(self) -> Iterator[Row]:
-        """Yield adding up the gradients of values that are used several times, and accumulating those of parameters."""
+        """Yield accumulating the gradients of parameters, and adding up those of values that are used several times, where that is not
+        part of other kernels."""
         for node in self.graph.nodes:
             if not self._grad(node) or not isinstance(value_of(node), Tensor):
                 continue
             if node.op == "get_attr":
                 yield self._accumulation(node)
+            if node.op == "get_attr" or self.compiled:
                 continue
             uses = sum(1 for user in node.users if user.op != "output" and self._grad(user))
             if uses > 1:
@@ -464,19 +498,3 @@ def _traffic(phase: Phase, sizes: Iterable[Size], functions: bool = False) -> It
     found = sorted(total(sizes), key=lambda size: -size.power)
     if found and found[0].number:
         yield Traffic(phase, found[0], functions)
-
-
-def _through_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and record_of(node).free:
-        if not node.all_input_nodes:
-            return node
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _users_through_views(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if user.op == "call_function" and record_of(user).free:
-            yield from _users_through_views(user)
-        else:
-            yield user

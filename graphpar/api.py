@@ -170,6 +170,7 @@ def plan(
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
     overlap_tp: bool | None = None,
+    offload: str | Sequence[str] = (),
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -215,12 +216,15 @@ def plan(
             where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
         overlap_tp: gathers before products and reduce-scatters after them, where tp shards the sequence between, are done in pieces: one
             is multiplied while the next is sent. By default where the prices of a cluster say that it is faster; a CPU hides nothing.
+        offload: what lives in the memory of each device's host: ``"optimizer"`` (its state, which comes to the device a piece at a time to
+            be updated), ``"activations"`` (what blocks keep between forward and backward), or both, as ``"optimizer,activations"`` or a
+            list. Nothing where the device is a CPU.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
             parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
         compile: leave out what blocks can't do that ``torch.compile`` compiles: schedules that split backwards in two, and recomputation
-            of a part of their results.
+            of a part of their results. Prices are those of fused operators; memory is counted as without.
         time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
 
     Raises:
@@ -249,6 +253,7 @@ def plan(
         prefetch_distance=prefetch_distance,
         recompute=recompute,
         overlap_tp=overlap_tp,
+        offload=offload,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,

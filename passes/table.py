@@ -279,7 +279,7 @@ PASSES = PassList(
         ),
         Pass(
             "idioms", "graphpar.passes.normalize.idioms", ("simplify",),
-            "what is written out is one operator: norms, attention, causal masks, groups of heads, rotary embeddings",
+            "what is written out is one operator: norms, attention, causal masks, groups of heads, rotary embeddings, gates",
             "every value is used", optional=True,
             run=use_idioms, check=_no_dead_code,
         ),

@@ -192,10 +192,13 @@ def build(name: str) -> nn.Module:
     return _example(name)[0]()
 
 
-def program_of(name: str, **precision: Any) -> gp.Program:
-    """``name``, traced with its loss."""
+@functools.cache
+def program_of(name: str, **options: Any) -> gp.Program:
+    """``name``, traced with its loss; once in a test session."""
+    from tests.programs import exported_once  # not where ranks import this file: it imports the compiler
+
     model, kwargs, loss_fn, targets = _example(name)
-    return gp.export(model, (), kwargs, loss_fn, targets, **precision)
+    return exported_once(("architecture", name), model, kwargs, loss_fn, targets, **options)
 
 
 @functools.cache

@@ -1,16 +1,19 @@
 """What holds for all tests."""
 
+from __future__ import annotations
+
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-from graphpar.cli.trace import export_file
-from tests.programs import traced_once
-from tests.rank_pool import RankPool
+from tests.session_folder import VARIABLE, new_session_folder, session_folder
+
+if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
 os.environ.pop("COLUMNS", None)
@@ -18,18 +21,35 @@ os.environ.pop("COLUMNS", None)
 os.environ["GRAPHPAR_CACHE"] = ""
 # As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
 gc.set_threshold(400_000, 20, 20)
-# Each worker of pytest and each rank has a core; threads that wait for one another's core only burn time.
-torch.set_num_threads(1)
-# A machine that others use too is slow now and then, which says nothing of a test.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 
 LONG = (
-    "test_examples.py", "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_architectures_in_stages.py", "test_memory.py",
-    "test_docs.py", "test_coupled_replicas.py", "test_verification.py", "test_calibrate.py", "test_cli.py", "test_pricing.py",
-    "test_estimate.py", "test_custom_operators.py", "test_planner.py", "test_batch_and_loss.py", "test_codegen.py",
+    "test_examples.py", "test_running.py", "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_architectures_in_stages.py",
+    "test_every_plan.py", "test_docs.py", "test_repeated.py", "test_zero.py", "test_zero1.py", "test_rules.py", "test_planner.py",
+    "test_coupled_replicas.py", "test_zero_pipelines.py", "test_training_goes_on.py", "test_cli.py", "test_memory.py",
+    "test_verification.py", "test_calibrate.py", "test_pricing.py", "test_estimate.py", "test_custom_operators.py",
+    "test_batch_and_loss.py", "test_codegen.py", "test_ring_attention.py", "test_never_worse.py",
 )  # fmt: skip
 """Files that take long: they begin, so that no worker is left with one of them at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if session_folder() is None:  # else this is a worker, which has that of the process that started it
+        session = contextlib.ExitStack()
+        os.environ[VARIABLE] = str(session.enter_context(new_session_folder()))
+        config.add_cleanup(session.close)
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":  # else it runs no tests itself
+        _prepare()
+
+
+def _prepare() -> None:
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    # Each worker of pytest and each rank has a core; threads that wait for one another's core only burn time.
+    torch.set_num_threads(1)
+    # A machine that others use too is slow now and then, which says nothing of a test.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +67,8 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def pool() -> Iterator[RankPool]:
     """Programs are verified by processes that are started once."""
+    from tests.rank_pool import RankPool
+
     ranks = RankPool()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphpar.runtime.worker.torchrun", ranks.torchrun)
@@ -57,6 +79,8 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session", autouse=True)
 def _examples_are_traced_once() -> Iterator[None]:
     """By the commands too: most of what a command takes on a small model is the trace."""
+    from tests.programs import traced_once
+
     with pytest.MonkeyPatch.context() as patch:
         for command in ("compile_work", "estimate_work"):
             patch.setattr(f"graphpar.cli.{command}.export_file", traced_once)
@@ -66,6 +90,8 @@ def _examples_are_traced_once() -> Iterator[None]:
 @pytest.fixture
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test needs a trace of its own."""
+    from graphpar.cli.trace import export_file
+
     monkeypatch.setattr("graphpar.cli.compile_work.export_file", export_file)
 
 

@@ -1,21 +1,30 @@
-"""Programs that several tests share: the examples, exported once a process."""
+"""Programs that several tests share: the examples, traced once in a test session, and exported once a process."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from graphpar import api
 from graphpar.cli.trace import export_file
+from graphpar.frontend.capture import capture
 from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.modelfile import ModelFile, load_model_file
+from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.ir.precision import Precision
-from graphpar.ir.program import Program
-from graphpar.passes.table import Step
+from graphpar.ir.program import ModelSource, Program
+from graphpar.passes.table import PASSES, Step, check_skipped
+from tests.session_folder import session_folder
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}
@@ -55,11 +64,55 @@ def traced_once(
     key = (path.stem, mode, precision or Precision(), tuple(skip), shapes, evaluates)
     if key not in _TRACED:
         steps: list[tuple[Step, Program]] = []
-        program = export_file(file, mode, precision, skip, lambda row, made: steps.append((row, made)), evaluates)
+        check_skipped(PASSES, skip)
+        source = ModelSource(
+            file.model, file.args, file.kwargs, file.loss_fn, file.targets, precision or Precision(), mode, evaluates
+        )
+        trace = functools.partial(_captured_once, (path.stem, mode, source.precision, shapes, evaluates))
+        program = api.export_source(
+            source, file.batch_dims, PASSES, skip, lambda row, made: steps.append((row, made)), trace
+        )
         _TRACED[key] = steps, program
     steps, program = _TRACED[key]
     for row, made in steps if after_pass is not None else ():
         after_pass(row, made)  # type: ignore[misc]
+    return program
+
+
+def exported_once(
+    key: Any,
+    model: Any,
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    targets: Sequence[Any],
+    evaluates: bool = False,
+    **precision: Any,
+) -> Program:
+    """In the place of ``gp.export``, for a model whose captures are known by ``key``."""
+    asked = Precision.of(**precision)
+    source = ModelSource(model, (), dict(kwargs), loss_fn, tuple(targets), asked, evaluates=evaluates)
+    return api.export_source(
+        source, None, PASSES, trace=functools.partial(_captured_once, (key, str(asked), evaluates))
+    )
+
+
+def _captured_once(key: Any, source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:
+    """In the place of ``capture``: what another process of the session has traced is read, as the commands' cache does."""
+    folder = session_folder()
+    place = folder and folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.capture"
+    if place is not None and place.exists():
+        precision, stored = pickle.loads(place.read_bytes())
+        program = loads(stored)
+        program.source = replace(source, precision=precision)
+        return program
+    program = capture(source, batch_dims)
+    made = program.source
+    if place is not None and made is not None and made.model is source.model and made.args is source.args:
+        with contextlib.suppress(NotStorableError):
+            content = pickle.dumps((made.precision, dumps(program)))
+            own = place.with_suffix(f".{os.getpid()}")
+            own.write_bytes(content)
+            own.rename(place)
     return program
 
 

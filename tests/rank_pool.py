@@ -1,18 +1,21 @@
 """Ranks that stay up between launches: starting Python and torch takes longer than most of the programs that tests verify.
 
     parent:  pool.torchrun(script, [argument], nproc=2)   writes a line to each of two ranks, and reads one back
-    nursery: python -m tests.rank_pool FD                 imports torch once, and forks a rank for each socket that it is sent
+    nursery: python -m tests.rank_pool SOCKET             imports torch once, and forks a rank for each that connects
     rank:    for each line: becomes that rank of a new process group, and runs the script (or the runtime's worker), as torchrun
              would have started it
 
 Neighbouring ranks come from different nurseries, so that they iterate over sets in different orders, as ranks of torchrun do. A launch
-that fails or takes too long ends all of the ranks; the next one forks others.
+that fails or takes too long ends all of the ranks; the next one forks others. The workers of one test session share its nurseries.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -30,9 +33,16 @@ from typing import Any, TextIO
 
 from graphpar.runtime import worker
 from graphpar.runtime.errors import LaunchError
+from tests.session_folder import goes_on, new_session_folder, session_folder
 
 ROOT = Path(__file__).parents[1]
 NURSERIES = 2
+OF_THE_RUN = ("PYTHONPATH", "PYTEST_XDIST_TESTRUNUID")
+"""Variables that a rank has from the process that launches it."""
+STARTING_S = 300.0
+"""How long a nursery may take to import what ranks need."""
+LOOKING_S = 1.0
+"""How often a nursery looks whether it is still needed."""
 
 
 @dataclass
@@ -46,7 +56,8 @@ class RankPool:
     """The processes of one test session (of one worker of it)."""
 
     def __init__(self) -> None:
-        self.nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self.own = contextlib.ExitStack()
+        self.folder: Path | None = None
         self.ranks: list[_Rank] = []
         atexit.register(self.close)
 
@@ -88,28 +99,49 @@ class RankPool:
                     "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}",
                 }
                 environment = {name: str(value) for name, value in (places | address).items()}
-                environment |= {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
+                environment |= {name: os.environ.get(name, "") for name in OF_THE_RUN} | dict(env)
                 request = {"environment": environment, "arguments": list(arguments), "target": target}
                 process.line.sendall(json.dumps(request).encode() + b"\n")
             _wait(ranks, time.monotonic() + timeout_s, Path(folder))
 
     def _forked(self, nursery: int) -> _Rank:
-        while len(self.nurseries) <= nursery:
-            self.nurseries.append(_started(seed=len(self.nurseries) + 1))
-        own, other = socket.socketpair()
-        with other:
-            socket.send_fds(self.nurseries[nursery][1], [b"\n"], [other.fileno()])
-        answers = own.makefile("r")
-        return _Rank(int(answers.readline()), own, answers)
+        if self.folder is None:
+            self.folder = session_folder() or self.own.enter_context(new_session_folder())
+            _start_nurseries(self.folder)
+        line = _connected(self.folder / str(nursery), time.monotonic() + STARTING_S)
+        answers = line.makefile("r")
+        return _Rank(int(answers.readline()), line, answers)
 
     def close(self) -> None:
         """End the processes."""
         _end(self.ranks)
-        for process, control in self.nurseries:
-            process.kill()
-            process.wait()
-            control.close()
-        self.nurseries.clear()
+        self.own.close()
+        self.folder = None
+
+
+def _start_nurseries(folder: Path) -> None:
+    """Start them unless another process of the session has; they end when the folder is gone, or the process that made it."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "started").exists():
+            return
+        for number in range(NURSERIES):
+            _start(folder / str(number), seed=number + 1)
+        (folder / "started").touch()
+
+
+def _connected(place: Path, deadline: float) -> socket.socket:
+    """Ask the nursery there for a rank; wait until it listens."""
+    while True:
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            line.connect(str(place))
+            return line
+        except OSError:
+            line.close()
+            if time.monotonic() > deadline or not place.parent.is_dir():
+                raise
+        time.sleep(0.05)
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float, errors: Path) -> None:
@@ -146,31 +178,36 @@ def _failure(errors: Path, rank: int) -> LaunchError:
     return LaunchError(said[0]["message"], int(extra["rank"]), extra["frames"], extra["user"] == "True")
 
 
-def _started(seed: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start(place: Path, seed: int) -> None:
     variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "GRAPHPAR_LAUNCHED": "1"}
     variables["PYTHONHASHSEED"] = str(seed)
-    own, other = socket.socketpair()
-    with other:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_pool", str(other.fileno())],
-            cwd=ROOT, env=variables, pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    return process, own
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.rank_pool", str(place)], cwd=ROOT, env=variables,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    process.returncode = 0  # it stays when this process ends
 
 
-def _nursery(control: socket.socket) -> None:
-    while True:
-        message, (*sockets,), _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        if os.fork() == 0:
-            control.close()
-            try:
-                _serve(socket.socket(fileno=sockets[0]).makefile("rw"))
-            finally:
-                os._exit(0)
-        os.close(sockets[0])
+def _nursery(place: Path) -> None:
+    """Fork a rank for each that connects, as long as the session goes on."""
+    # What torch imports when something is first compiled: a second for each rank that does.
+    importlib.import_module("torch._inductor.pattern_matcher")
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{place}~")
+        listener.listen(64)
+        os.rename(f"{place}~", place)
+        while goes_on(place.parent):
+            if not select.select([listener], [], [], LOOKING_S)[0]:
+                continue
+            line, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                try:
+                    _serve(line.makefile("rw"))
+                finally:
+                    os._exit(0)
+            line.close()
 
 
 def _serve(requests: TextIO) -> None:
@@ -193,4 +230,4 @@ def _serve(requests: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    _nursery(socket.socket(fileno=int(sys.argv[1])))
+    _nursery(Path(sys.argv[1]))

@@ -24,6 +24,8 @@ from graphpar.runtime import start
 from graphpar.runtime.layout import Shard, shard_of
 
 DEGREES = (2, 4, 8)
+COMPILED = 4
+"""The first ranks, as many, compile it."""
 OPERANDS = ("query", "key", "value")
 ROWS = Shard(2)
 GARBAGE = 7.0
@@ -135,16 +137,20 @@ def _shard(x: Tensor, degree: int, rank: int, padding: float) -> Tensor:
 
 def main(arguments: Sequence[str]) -> None:
     found: dict[str, Tensor] = {}
+    four = None
     with start(60) as ranks:
         for degree in DEGREES:
             groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, 8, degree)]
-            collectives.bind({"cp": groups[ranks.rank // degree]})
+            own = groups[ranks.rank // degree]
+            four = own if degree == COMPILED else four
+            collectives.bind({"cp": own})
             for number, case in enumerate(CASES):
                 made = run(case, degree, ranks.rank % degree)
                 found |= {f"{degree}/{number}/{name}": tensor.contiguous() for name, tensor in made.items()}
-            if degree == 4:
-                made = run_compiled(CASES[0], degree, ranks.rank % degree)
-                found |= {f"compiled/{name}": tensor.contiguous() for name, tensor in made.items()}
+        if ranks.rank < COMPILED:
+            collectives.bind({"cp": four})
+            made = run_compiled(CASES[0], COMPILED, ranks.rank)
+            found |= {f"compiled/{name}": tensor.contiguous() for name, tensor in made.items()}
         save_file(found, Path(arguments[0]) / f"rank_{ranks.rank}.safetensors")
 
 

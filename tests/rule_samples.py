@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.emitted import random_streams
+from graphpar.emitted.gated import geglu, swiglu
 from graphpar.emitted.rotary import apply_rotary
 from graphpar.operators.prove import Call
 from tests.rule_calls import calls_of
@@ -417,6 +418,9 @@ def streams() -> list[Call]:
         Call(random_streams.stream, (_keys(4), 3)),
         Call(apply_rotary, (real(4, 2, 6, 8), real(1, 1, 6, 8), real(1, 1, 6, 8))),
         Call(apply_rotary, (real(4, 6, 2, 8), real(4, 6, 1, 4), real(4, 6, 1, 4), True)),
+        Call(swiglu, (real(4, 6, 8), real(4, 6, 8))),
+        Call(geglu, (real(4, 6, 8), real(4, 6, 8))),
+        Call(geglu, (real(4, 8), real(4, 8)), {"approximate": "tanh"}),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), None, 0.5)),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), None, 0.5, True)),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), real(4, 1, 6, 6), 0.5)),

@@ -41,6 +41,7 @@ from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import (
     collectives,
+    gated,
     gathering,
     kv_cache,
     layers,
@@ -131,7 +132,7 @@ def _package(
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
     called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
-    for module in (kv_cache, parallel_products, ring_attention, ring_products, rotary):
+    for module in (gated, kv_cache, parallel_products, ring_attention, ring_products, rotary):
         if module.__name__ in called:
             files[f"{module.__name__.rpartition('.')[2]}.py"] = _of_package(module)
     kinds = {how.kind for how in recomputed.values()}

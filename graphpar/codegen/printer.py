@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from graphpar.codegen.describe import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, kv_cache, parallel_products, ring_attention, ring_products, rotary
+from graphpar.emitted import collectives, gated, kv_cache, parallel_products, ring_attention, ring_products, rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -45,7 +45,7 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 OF_FILES = {
     module.__name__.rpartition(".")[2]: functions_of(module)
-    for module in (collectives, kv_cache, parallel_products, ring_attention, ring_products, rotary)
+    for module in (collectives, gated, kv_cache, parallel_products, ring_attention, ring_products, rotary)
 }
 """Those of files that stand in the emitted folder as they stand here, by their file."""
 _OF_FILES = tuple(name for names in OF_FILES.values() for name in names)
@@ -128,6 +128,9 @@ class GraphPrinter:
             OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
         }
         self.reserved |= set(_OF_FILES) if any(_is_sharded(node) for node in graph.nodes) else set()
+        self.reserved |= {operator_name(node) for node in graph.nodes} & set(
+            _OF_FILES
+        )  # no variable may hide what it calls
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]

@@ -33,17 +33,23 @@ _Record = TypeVar("_Record", Device, Link)
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them."""
+    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them.
+
+    ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known.
+    """
 
     nodes: int
     devices_per_node: int
     device: Device
     intra_node: Link
     inter_node: Link
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
         check_number("devices_per_node", self.devices_per_node, whole=True)
+        if self.host_memory_bytes is not None:
+            check_number("host_memory_bytes", self.host_memory_bytes, whole=True)
 
     @property
     def size(self) -> int:
@@ -127,7 +133,8 @@ class Cluster:
         for name in _LINKS:
             if device[name] == links[name]:
                 del device[name]
-        return {"nodes": self.nodes, "devices_per_node": self.devices_per_node, "device": device, **links}
+        host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
+        return {"nodes": self.nodes, "devices_per_node": self.devices_per_node, "device": device, **links, **host}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
@@ -142,7 +149,8 @@ class Cluster:
         _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
-        return Cluster(data["nodes"], data["devices_per_node"], device, **links)
+        host = _whole(data.get("host_memory_bytes"))
+        return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host)
 
 
 def _otherwise(text: str) -> str | None:
@@ -214,8 +222,10 @@ def _device(data: Mapping[str, Any]) -> Device:
             f"device is {given!r}; it must be a name such as {next(iter(DEVICES))}, or a table of figures."
         )
     figures = dict(given)
-    if isinstance(memory := given.get("memory_bytes"), float) and memory.is_integer():
-        figures["memory_bytes"] = int(memory)  # 80e9 is a whole number to people
+    if "memory_bytes" in given:
+        figures["memory_bytes"] = _whole(given["memory_bytes"])
+    if "host_link" in given:
+        figures["host_link"] = _link(given["host_link"], "device.host_link")
     for name in _LINKS:
         link = given.get(name, data.get(name))
         if link is None and name == "inter_node" and data["nodes"] == 1:
@@ -223,6 +233,11 @@ def _device(data: Mapping[str, Any]) -> Device:
         if link is not None:
             figures[name] = _link(link, f"device.{name}" if name in given else name)
     return _record(Device, figures, "device")
+
+
+def _whole(value: Any) -> Any:
+    """Return a float that is a whole number as one: 80e9 is to people."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _link(data: Any, where: str, usual: Link | None = None) -> Link:

@@ -110,6 +110,7 @@ class Device:
         policy_s: seconds of the host for each operator of a block that keeps some results, in its forward and again: each passes
             through Python, which asks whether its result is kept.
         action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
+        host_link: the link to the memory of its host, which each device has for itself; None: not known, or the device is the host.
         cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
         sources: where each group of figures is from.
     """
@@ -124,6 +125,7 @@ class Device:
     intra_node: Link
     inter_node: Link
     devices_per_node: int | None = None
+    host_link: Link | None = None
     half_reduction: float = 0.0
     operand_bytes_per_s: float | None = None
     compute_units: int | None = None
@@ -256,6 +258,13 @@ _INSIDE_S = 2.7e-6  # 57 KB at 1.44 GB/s over 15 steps
 _BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and all-reduces and all-gathers of 1 to 16 MiB on two nodes
 
 
+_HOST_GBPS = {"V100": 15.75, "A": 31.5, "L40S": 31.5, "GB": 225, "H": 63, "B": 63, "MI300X": 63}
+"""GB/s between a device and its host in one direction, by prefix: PCIe 3, 4 and 5 with 16 lanes of 8, 16 and 32 GT/s, of which 128 bits in
+130 are data; Grace has 450 GB/s of NVLink-C2C for two devices."""
+_HOST_SOURCE = f"PCI Express base specifications 3.0 to 5.0; which of them, and NVLink-C2C: {_VENDOR}; that 0.8 are reached: assumed"
+_HOST_S = 1e-5  # assumed: to start a copy
+
+
 USABLE = 0.97
 """The share of a device's memory that a program's tensors can have: the rest is of the driver, page tables, the context, and buffers
 of the communication library."""
@@ -300,6 +309,7 @@ def _gpu(
         ),
         Link(_BETWEEN_S, between * 1e9, efficiency=_ADAPTERS),
         per_node,
+        Link(_HOST_S, (_of_kind(_HOST_GBPS, name) or 15.75) * 1e9),
         half_reduction=reached.half,
         compute_units=_of_kind(_COMPUTE_UNITS, name),
         attention_efficiency=reached.attention,
@@ -311,6 +321,7 @@ def _gpu(
             "efficiency": _MEASURED if efficiency else reached.source,
             "latency": _LATENCIES,
             "launch": _ASSUMED,
+            "host": _HOST_SOURCE,
             **sources,
         },
     )

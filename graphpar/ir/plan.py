@@ -43,6 +43,9 @@ class Plan:
             of its own), and of how many units.
         recompute: which blocks run their forward again in the backward, see :mod:`graphpar.passes.planning.recomputation`.
         overlap_tp: whether collectives of tp run in pieces beside the products that need them, see :mod:`graphpar.emitted.ring_products`.
+        offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`, in that order.
+        compile: whether ``torch.compile`` is to compile the blocks: schedule and recomputation allow it, and it is priced so. What is
+            emitted is the same.
         dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
@@ -72,6 +75,8 @@ class Plan:
     prefetch_distance: int = 0
     recompute: Recompute = "none"
     overlap_tp: bool = False
+    offload: tuple[str, ...] = ()
+    compile: bool = False
     allow_batch_coupling: bool = False
     dp_mean: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -136,6 +141,8 @@ class Plan:
             "prefetch_distance": self.prefetch_distance,
             "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "overlap_tp": self.overlap_tp,
+            "offload": list(self.offload),
+            "compile": self.compile,
             "allow_batch_coupling": self.allow_batch_coupling,
             "dp_mean": self.dp_mean,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
@@ -181,6 +188,8 @@ class Plan:
                 prefetch_distance=plan.optional("prefetch_distance", int, 0),
                 recompute=plan.optional("recompute", (str, dict), "none"),
                 overlap_tp=plan.optional("overlap_tp", bool, False),
+                offload=plan.strings("offload"),
+                compile=plan.optional("compile", bool, False),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 dp_mean=plan.optional("dp_mean", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)

@@ -22,7 +22,7 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
-from graphpar.operators.record import EACH, FIRST, TOGETHER, Kind, Reads, Record, each
+from graphpar.operators.record import EACH, FIRST, TOGETHER, Kernel, Kind, Reads, Record, each
 
 
 def elementwise(node: fx.Node) -> Rule | None:
@@ -137,6 +137,16 @@ _LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
 PLAIN = Record(Kind.POINTWISE, elementwise)
 """The record of pointwise operators of which no more is known."""
 _SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
+_GATED = Record(
+    Kind.POINTWISE,
+    elementwise,
+    linear=(frozenset({1}),),
+    tame=True,
+    functions=True,
+    kernels=(Kernel(2, True), Kernel(3)),
+    # the activation's slope by a product, and the activation again times the gradient
+    backward=(Kernel(3), Kernel(3, True), Kernel(2, True), Kernel(3)),
+)
 _COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
 _ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
 _LIKE = Record(Kind.FACTORY, elementwise, tame=True)
@@ -217,7 +227,8 @@ RECORDS: dict[str, Record] = {
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
     # a product, and two that each read three halves and write one
-    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, kernels=(2, 1.5, 1.5)),
+    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, kernels=(Kernel(2), Kernel(1.5), Kernel(1.5))),
+    **each("swiglu geglu", _GATED),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element

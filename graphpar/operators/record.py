@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from torch import fx
 
@@ -64,6 +65,13 @@ class Reads(Enum):
     OPERANDS = auto()  # and perhaps the result
 
 
+class Kernel(NamedTuple):
+    """A kernel that moves ``moves`` times the bytes of its operator's result; ``functions`` as in :class:`Record`."""
+
+    moves: float
+    functions: bool = False
+
+
 _MULTIPLIES = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.ATTENTION}
 _FREE = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS}
 _MOVES = _FREE | {Kind.COPY, Kind.MOVE, Kind.LOOKUP, Kind.INDEX, Kind.SORT, Kind.FACTORY, Kind.RANDOM}
@@ -96,7 +104,7 @@ class Record:
         saves: what its backward reads, where that does not follow from the kind.
         passes: its backward returns the gradient itself for the first operand, and so runs no kernel.
         functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
-        kernels: what each kernel of its forward moves, and of its backward, in bytes of its result; where it is more than one.
+        kernels: those of its forward, where they are more than one, and of its backward, unless ``backward`` has those.
         sizes: the argument that gives the result's sizes.
         module: the class of ``torch.nn`` that calls it with its own parameters.
         spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
@@ -113,7 +121,8 @@ class Record:
     saves: Reads | None = None
     passes: bool = False
     functions: bool = False
-    kernels: tuple[float, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    backward: tuple[Kernel, ...] = ()
     sizes: str = ""
     module: str = ""
     spelling: tuple[Spelling, ...] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.hardware.cluster import Cluster
+from graphpar.report.offload import host_misfit
 from graphpar.report.recomputation import recomputation_data
 from graphpar.report.sharding import sharding_data
 from graphpar.report.state import state_data, whole_bytes
@@ -144,14 +145,17 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
         "assumed": {
             "optimizer": "AdamW",
             "recompute": plan.recompute,
-            "operators": "not fused",
+            "operators": "fused by torch.compile (run with --compile), memory as if not"
+            if plan.compile
+            else "not fused",
             "collectives": _collectives(plan, predicted),
             "device": predicted.device,
             "figures": predicted.figures,
         },
     }
+    data["misfits"] = host_misfit(predicted.host_missing_bytes, predicted.host_memory_bytes, predicted.cluster)
     if predicted.missing_bytes > 0:
-        data["misfits"] = [
+        data["misfits"] += [
             f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It was taken because "
             "it was given; leave axes of the mesh to the search, or take other hardware (--cluster)."
         ]
@@ -237,6 +241,8 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
         "overlap_tp": plan.overlap_tp,
+        "offload": list(plan.offload),
+        "compile": plan.compile,
         "zero": plan.zero,
         "reshard": plan.reshard,
         "prefetch": plan.prefetch,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
 from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
+from graphpar.report.offload import offload_text
 from graphpar.report.overlap import overlap_text
 from graphpar.report.page import html
 from graphpar.report.predicted import (
@@ -170,6 +171,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("State", state_text(data["state"])))
     if "recomputation" in data:
         lines.append(("Recompute", recomputation_text(data["recomputation"])))
+    if data.get("offload"):
+        lines.append(("Offload", offload_text(data)))
     if "overlapped" in data:
         lines.append(("Overlap", overlap_text(data)))
     if data.get("zero"):
@@ -296,7 +299,7 @@ def plan_text(plan: Plan) -> str:
         wrapped(f"graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}", WIDTH, " ", " " * 12),
         _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
         stage_table(data, WIDTH),
-        _fields(layout_text(plan), WIDTH),
+        _fields([*layout_text(plan), *([("Offload", offload_text(data))] if plan.offload else [])], WIDTH),
         communication_lines(data, WIDTH),
         runners_up(data, WIDTH),
         _fields([*assumed_lines(data), *(("Warning", line) for line in data["warnings"])], WIDTH),

@@ -72,12 +72,7 @@ class Adapters:
         self.check_apart("save")
         whole = collected(own, self._program, self._groups)
         if self._groups.rank == 0:
-            out = Path(folder)
-            out.mkdir(parents=True, exist_ok=True)
-            part = out / f"{_MODEL}.part"
-            save_file(_to_peft(adapters, whole), str(part), metadata={"format": "pt"})
-            (out / _CONFIG).write_text(json.dumps(_config(adapters), indent=2) + "\n", encoding="utf-8")
-            part.replace(out / _MODEL)
+            write_adapters(adapters, whole, Path(folder))
         if dist.get_world_size() > 1:
             dist.barrier()
 
@@ -164,14 +159,8 @@ class Adapters:
         self._check_mergeable()
         whole = collected(self._held(), self._program, self._groups)
         if self._groups.rank == 0:
-            of_adapters = {name for adapter in self._program.adapters for name in (adapter.a, adapter.b)}
-            for adapter in self._program.adapters:
-                weight = whole[adapter.weight]
-                whole[adapter.weight] = (weight + product(adapter, whole[adapter.a], whole[adapter.b])).to(weight.dtype)
-            ties = [group for group in self._program.ties if not of_adapters & set(group)]
-            of_adapters |= {name for group in self._program.ties if group not in ties for name in group}
-            found = {base_name(name): value for name, value in whole.items() if name not in of_adapters}
-            write_whole(found, path, [tuple(map(base_name, group)) for group in ties])
+            found, ties = base_weights(self._program.adapters, self._program.ties, whole)
+            write_whole(found, path, ties)
         if dist.get_world_size() > 1:
             dist.barrier()
 
@@ -190,15 +179,48 @@ class Adapters:
             raise RuntimeProgramError(f"the adapters are merged; call unmerge() before {what}()")
 
     def _check_mergeable(self) -> None:
-        shared = [adapter.layer for adapter in self._program.adapters if adapter.shared]
-        if shared:
-            raise RuntimeProgramError(
-                f"the adapters of {listed(shared)} can't be merged: something else in the model reads the same weight, such as a tied "
-                "embedding, and would read the product with it"
-            )
+        check_mergeable(self._program.adapters)
+
+
+def check_mergeable(adapters: Sequence[Adapter]) -> None:
+    """Check that nothing but their layers reads the weights that adapters are added to.
+
+    Raises:
+        RuntimeProgramError: something does.
+    """
+    shared = [adapter.layer for adapter in adapters if adapter.shared]
+    if shared:
+        raise RuntimeProgramError(
+            f"the adapters of {listed(shared)} can't be merged: something else in the model reads the same weight, such as a tied "
+            "embedding, and would read the product with it"
+        )
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def write_adapters(adapters: Sequence[Adapter], whole: Mapping[str, Tensor], folder: Path) -> None:
+    """Write adapters as ``peft`` writes them; the tensors appear last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{_MODEL}.part"
+    save_file(_to_peft(adapters, whole), str(part), metadata={"format": "pt"})
+    (folder / _CONFIG).write_text(json.dumps(_config(adapters), indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / _MODEL)
+
+
+def base_weights(
+    adapters: Sequence[Adapter], ties: Sequence[Sequence[str]], whole: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+    """Return the weights of the model without adapters, with their products added, under its own names; and which of these are tied."""
+    of_adapters = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+    found = dict(whole)
+    for adapter in adapters:
+        weight = whole[adapter.weight]
+        found[adapter.weight] = (weight + product(adapter, whole[adapter.a], whole[adapter.b])).to(weight.dtype)
+    own = [group for group in ties if not of_adapters & set(group)]
+    of_adapters |= {name for group in ties if group not in own for name in group}
+    named = {base_name(name): value for name, value in found.items() if name not in of_adapters}
+    return named, [tuple(map(base_name, group)) for group in own]
 
 
 def _keys(adapters: Sequence[Adapter]) -> dict[str, str]:

@@ -115,5 +115,7 @@ SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: (AXIS[name].replicas, not A
 other axes share out, replicas share out each share."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
+OFFLOADS = ("optimizer", "activations")
+"""What may live in the host's memory: the optimizer's state, and what blocks keep between forward and backward."""
 ZERO1_BY = ("contiguous", "longest", "flat")
 """How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""

@@ -79,7 +79,26 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
             "Pad or drop rows, or emit the program for another batch."
         )
     raise RuntimeProgramError(
-        f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}"
+        f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}{_other_length(spec, value)}"
+    )
+
+
+def _other_length(spec: InputInterface, value: Tensor) -> str:
+    """Say what helps where an input has another size along one dim, such as a shorter sequence."""
+    sizes = list(zip(value.shape, spec.shape)) if value.dim() == len(spec.shape) else []
+    others = [dim for dim, (found, expected) in enumerate(sizes) if found != expected and dim != spec.batch_dim]
+    if len(others) != 1:
+        return ""
+    (dim,) = others
+    found, expected = sizes[dim]
+    padding = (
+        f"pad it to {expected} (graphpar.runtime.pad: exact where attention is causal and the loss ignores labels of -100), or "
+        if found < expected and not spec.dtype.is_floating_point
+        else ""
+    )
+    return (
+        f": a program has one size of each dim but the batch, and was traced with {expected} along dim {dim}, not {found}; {padding}"
+        "compile the model with example inputs of that size into another folder, which reads the same checkpoints"
     )
 
 

@@ -44,10 +44,14 @@ class CastOnce:
         stage: before its blocks are recomputed, so that a forward that runs again reads the same copies.
         blocks: modules in it that read their own parameters; the stage reads all others.
         dtypes: that in which each parameter is read, by name; parameters that are read in their own are not listed.
+
+    Attributes:
+        storages: where the copies are that a step has made so far.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]) -> None:
         self._copies: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
+        self.storages: set[int] = set()
         self._active = self._hooked = False
         slots = list(_slots(stage, dtypes))
         inside = {module: block for block in blocks for module in block.modules()}
@@ -69,6 +73,7 @@ class CastOnce:
         finally:
             self._active = False
             self._copies.clear()
+            self.storages.clear()
 
     def left(self) -> Iterator[str]:
         """Say what a step has left behind."""
@@ -86,7 +91,9 @@ class CastOnce:
         def make(module: nn.Module, args: Any) -> None:
             for parameter, dtype in self._wanted(slots) if self._active else ():
                 if (parameter, dtype) not in self._copies:
-                    self._copies[parameter, dtype] = parameter.detach().to(dtype)
+                    copy = parameter.detach().to(dtype)
+                    self._copies[parameter, dtype] = copy
+                    self.storages.add(copy.untyped_storage()._cdata)
 
         return make
 

@@ -9,7 +9,7 @@ operator without a fake kernel, it is refused: parts of a block between which Py
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ def splits_backwards(schedule: str, cells: Iterable[str | None]) -> bool:
     return schedule in SPLIT or any("W" in cell for cell in cells if cell)
 
 
-def obstacle(schedule: str, cells: Iterable[str | None], recompute: object) -> str | None:
-    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute."""
+def obstacle(
+    schedule: str, cells: Iterable[str | None], recompute: object, offload: Collection[str] = ()
+) -> str | None:
+    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute and ``offload`` to
+    the host."""
     if splits_backwards(schedule, cells):
         return (
             f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
@@ -49,6 +52,8 @@ def obstacle(schedule: str, cells: Iterable[str | None], recompute: object) -> s
             f"recompute={other} is about results of single operators, which compiled blocks do not have; compile the model with "
             "recompute=full or none, or leave compile out"
         )
+    if "activations" in offload:
+        return "offload=activations with compiled blocks comes in a later version; leave one of them out"
     return None
 
 
@@ -62,7 +67,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
     if backend not in backends:
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
     cells = (cell for row in (program.actions or {}).values() for cell in row)
-    reason = obstacle(program.schedule, cells, program.recompute)
+    reason = obstacle(program.schedule, cells, program.recompute, program.offload)
     if reason is not None:
         raise RuntimeProgramError(reason)
     if backend == "inductor" and device.type == "cpu":

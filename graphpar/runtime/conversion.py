@@ -2,6 +2,7 @@
 
     checkpoint ──merged──► model.safetensors              every name that model.state_dict() has
     checkpoint ──exported──► sharded safetensors, index   as Hugging Face has them: tied weights once
+    checkpoint ──adapters──► adapter_model.safetensors    those alone, as the package peft has them
     safetensors, a folder of them ──converted──► checkpoint
 
 Whole tensors are in memory.
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from graphpar.runtime.adapters import base_weights, check_mergeable, write_adapters
 from graphpar.runtime.checkpoint import check_names
 from graphpar.runtime.checkpoint_folders import (
     FORMAT,
@@ -36,6 +38,7 @@ from graphpar.runtime.checkpoint_folders import (
 )
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.plan_record import Adapter, Record, read_object
 from graphpar.runtime.saved_state import MODEL, is_frozen, may_become
 from graphpar.runtime.stages import emitted_package, empty_stage
 from graphpar.runtime.stored_boxes import (
@@ -93,13 +96,18 @@ def _described(folder: Path) -> dict[str, Any]:
     }
 
 
-def merge(path: str | Path, file: Path) -> dict[str, Any]:
-    """Write the whole model into one safetensors file, tied weights under all of their names, as ``state_dict`` has them."""
+def merge(path: str | Path, file: Path, merged: bool = False) -> dict[str, Any]:
+    """Write the whole model into one safetensors file, tied weights under all of their names, as ``state_dict`` has them.
+
+    Args:
+        merged: the model without its adapters, whose products are added to its weights.
+
+    Raises:
+        RuntimeProgramError: ``merged`` of a checkpoint without adapters, or of some that can't be merged.
+    """
     folder = find(path)
-    tensors = read_model(folder)
-    for group in read_record(folder)["ties"]:
-        value = next((tensors[name] for name in group if name in tensors), None)
-        tensors |= {} if value is None else dict.fromkeys(group, value)
+    tensors, ties = _base(folder) if merged else (read_model(folder), read_record(folder)["ties"])
+    tensors = _under_every_name(tensors, ties)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     write_tensors(part, tensors)
@@ -107,26 +115,83 @@ def merge(path: str | Path, file: Path) -> dict[str, Any]:
     return {"checkpoint": str(folder), "out": str(file), "tensors": len(tensors)}
 
 
-def export(path: str | Path, out: Path, max_bytes: int) -> dict[str, Any]:
-    """Write the model as Hugging Face does: safetensors files of at most ``max_bytes`` where tensors are smaller, and an index.
+def adapters(path: str | Path, out: Path) -> dict[str, Any]:
+    """Write the adapters alone, as the package ``peft`` does.
 
     Raises:
-        RuntimeProgramError: there are files in ``out`` already.
+        RuntimeProgramError: there are none, or files in ``out`` already.
     """
     folder = find(path)
     _check_empty(out)
+    found, ties = _adapters(folder), read_record(folder)["ties"]
+    tied, wanted = names_by_tie(ties), {name for adapter in found for name in (adapter.a, adapter.b)}
+    stored = read_model(folder, {each for name in wanted for each in tied.get(name, (name,))})
+    write_adapters(found, _under_every_name(stored, ties), out)
+    return {"checkpoint": str(folder), "out": str(out), "tensors": len(wanted)}
+
+
+def _adapters(folder: Path) -> tuple[Adapter, ...]:
+    """The adapters of the program that saved a checkpoint, which its plan lists."""
+    where = f"{folder / PLAN}: interface"
+    plan = read_object(folder / PLAN) if (folder / PLAN).is_file() else {}
+    interface = Record(plan.get("interface", {}), where)
+    records = interface.records("adapters") if interface.has("adapters") else []
+    if not plan:
+        raise RuntimeProgramError(
+            f"{folder} has no {PLAN}, which says what its adapters are; convert it with --to and their program"
+        )
+    if not records:
+        raise RuntimeProgramError(f"{folder} has no adapters; the program that saved it has none")
+    return tuple(map(Adapter.read, records))
+
+
+def _base(folder: Path) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+    """Return the weights of the model without adapters, a tied one once, with the adapters added; and the names of ties."""
+    found, ties = _adapters(folder), read_record(folder)["ties"]
+    check_mergeable(found)
+    weights, own = base_weights(found, ties, _under_every_name(read_model(folder), ties))
+    again = {name for group in own for name in group[1:]}
+    return {name: value for name, value in weights.items() if name not in again}, own
+
+
+def _under_every_name(tensors: Mapping[str, Tensor], ties: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+    found = dict(tensors)
+    for group in ties:
+        value = next((tensors[name] for name in group if name in tensors), None)
+        found |= {} if value is None else dict.fromkeys(group, value)
+    return found
+
+
+def export(path: str | Path, out: Path, max_bytes: int, merged: bool = False) -> dict[str, Any]:
+    """Write the model as Hugging Face does: safetensors files of at most ``max_bytes`` where tensors are smaller, and an index.
+
+    Args:
+        merged: as in :func:`merge`.
+
+    Raises:
+        RuntimeProgramError: there are files in ``out`` already; or as :func:`merge`.
+    """
+    folder = find(path)
+    _check_empty(out)
+    base = _base(folder)[0] if merged else None
+    sizes = {
+        path_[1]: torch.Size(shape).numel() * dtype.itemsize
+        for path_, (shape, dtype) in tensors_of(read_metadata(folder)).items()
+        if path_[:1] == MODEL
+    }
+    if base is not None:
+        sizes = {name: value.nbytes for name, value in base.items()}
     shards: list[dict[str, int]] = [{}]
-    for path_, (shape, dtype) in tensors_of(read_metadata(folder)).items():
-        if path_[:1] == MODEL:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
-                shards.append({})
-            shards[-1][path_[1]] = size
+    for name, size in sizes.items():
+        if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
+            shards.append({})
+        shards[-1][name] = size
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = ["model.safetensors"] if len(shards) == 1 else names
     out.mkdir(parents=True, exist_ok=True)
     for name, shard in zip(names, shards):
-        save_file(read_model(folder, shard), str(out / name), metadata={"format": "pt"})
+        held = read_model(folder, shard) if base is None else {each: base[each].contiguous() for each in shard}
+        save_file(held, str(out / name), metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(size for shard in shards for size in shard.values())
         weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}

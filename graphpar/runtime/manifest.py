@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS, STATE_AXES
+from graphpar.runtime.axes import AXES, AXIS, OFFLOADS, PREFETCH, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.modes import MODES
@@ -132,6 +132,8 @@ class Manifest:
     prefetch_distance: int = 0
     recompute: str | Mapping[str, str] = "none"
     """Which blocks run their forward again in the backward: a kind, or kinds by pattern over their paths."""
+    offload: tuple[str, ...] = ()
+    """What lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`."""
     dp_mean: bool = False
     """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -257,6 +259,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
         reshard=plan.optional("reshard", (str, int), "default"),
+        offload=plan.strings("offload"),
         dp_mean=plan.optional("dp_mean", bool, False),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
@@ -390,6 +393,10 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")
     if not recomputing and kinds <= {"full", "selective"}:
         broken.append(f"recompute is {plan.recompute!r}, but no stage recomputes")
+    if set(plan.offload) - set(OFFLOADS) or (plan.offload and plan.mode != "train"):
+        broken.append(
+            f"offload is {list(plan.offload)} in mode {plan.mode}; a program for training may have {', '.join(OFFLOADS)}"
+        )
     if plan.dtype not in DTYPES:
         broken.append(f"dtype is {plan.dtype!r}, not one of {', '.join(DTYPES)}")
     if plan.prefetch not in (None, *PREFETCH) or (plan.prefetch is not None and plan.zero != 3):

@@ -68,7 +68,7 @@ class Microbatches:
             for stage in self._stages
         ]
         for torch_stage, stage in zip(self.torch_stages, self._stages):
-            guard(torch_stage, whole=stage.interface.recomputes)
+            guard(torch_stage, whole=stage.interface.recomputes or "activations" in self._program.offload)
         return build_schedule(self._program, self.torch_stages, self._scale.share_of_loss)
 
     def _output_example(self, stage: StageAdapter) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ from graphpar.runtime.fully_sharded import (
 from graphpar.runtime.generation import Generator
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.host import Host, has_host
 from graphpar.runtime.idle import Places, left_in_stage
 from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
@@ -47,6 +49,8 @@ from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.microbatches import Microbatches
 from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.norm import clip
+from graphpar.runtime.offloaded_activations import OffloadedActivations
+from graphpar.runtime.offloaded_state import OffloadedState
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory
 from graphpar.runtime.other_optimizers import OtherOptimizers
@@ -104,6 +108,11 @@ class Pipeline:
             self.program = load_manifest(folder)
             check_ranks(self.program)
             self._backend = backend_of(compile)
+            if self.program.offload and not has_host(self.device) and self.rank == 0:
+                print(
+                    f"offload: {self.device} is the host, so {' and '.join(self.program.offload)} stay where they are",
+                    flush=True,
+                )
             if self._backend is not None:
                 check_compiles(self.program, self._backend, self.device)
         with agreed():
@@ -112,6 +121,8 @@ class Pipeline:
         self._shards: OptimizerShards | None = None
         self._saver = checkpoint.Saver()
         self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
+        self.host = Host(self.device) if self.program.offload and has_host(self.device) else None
+        self._offloaded: weakref.WeakKeyDictionary[Optimizer, OffloadedState] = weakref.WeakKeyDictionary()
         try:
             with agreed():
                 self._build()
@@ -131,8 +142,10 @@ class Pipeline:
         self._package = emitted_package(self.program)
         bind_collectives(self.program, self._package, self.groups)
         self._interfaces = self.program.stages_of(self.groups.place["pp"])
+        moves = self.host is not None and "activations" in self.program.offload
+        activations = OffloadedActivations(self.host) if self.host is not None and moves else None
         stored = [
-            stored_stage(self._package, spec, self.program, self.groups, self.device, self._backend)
+            stored_stage(self._package, spec, self.program, self.groups, self.device, self._backend, activations)
             for spec in self._interfaces
         ]
         self.stages = [stage for stage, _ in stored]
@@ -382,7 +395,8 @@ class Pipeline:
     def _state(self, optimizer: Optimizer | None) -> State:
         self.synchronize()
         with agreed():
-            return State(self.stages, self.program, self.groups, self._shards, optimizer)
+            offloaded = None if optimizer is None else self._offloaded.get(optimizer)
+            return State(self.stages, self.program, self.groups, self._shards, optimizer, offloaded)
 
     # Training
 
@@ -398,7 +412,18 @@ class Pipeline:
         with agreed():
             whole = {} if self._shards is None else self._shards.whole_shapes
             make = factory(self.program, self._package, "optimizer")
-            return build_optimizer(make, list(self.named_parameters()), whole, lr)
+            made = build_optimizer(make, list(self.named_parameters()), whole, lr)
+            self.offload(made)
+            return made
+
+    def offload(self, optimizer: Optimizer) -> None:
+        """Keep the state of an optimizer that :meth:`optimizer` has not made where the plan has it: in the host's memory, or nowhere else.
+
+        Raises:
+            RuntimeProgramError: it may update several parameters together.
+        """
+        if self.host is not None and "optimizer" in self.program.offload and optimizer not in self._offloaded:
+            self._offloaded[optimizer] = OffloadedState(optimizer, self.host)
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> torch.optim.lr_scheduler.LRScheduler:
         """Make the model file's ``lr_schedule(optimizer)``; one that keeps the learning rate where it has none.

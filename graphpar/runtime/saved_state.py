@@ -26,6 +26,7 @@ from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.offloaded_state import OffloadedState
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.weights import listed, names_by_tie, whole_shape
 
@@ -78,6 +79,7 @@ class State:
     groups: Groups
     shards: OptimizerShards | None
     optimizer: Optimizer | None
+    offloaded: OffloadedState | None = None  # where its state lives, if not on the device
     names: dict[Tensor, str] = field(
         init=False
     )  # of the parameters that an optimizer steps; tied ones by their first name
@@ -237,6 +239,8 @@ class State:
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
                         value = torch.zeros((), dtype=dtype, device="cpu" if stays else parameter.device)
+                    if self.offloaded is not None:
+                        value = self.offloaded.put(parameter, key, value)
                     states[parameter][key] = value
                     entry = self.of_parameter(parameter, key, value)
                     if entry.key in entries:

@@ -15,6 +15,7 @@ from graphpar.runtime.compiled import blocks, compile_blocks
 from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
+from graphpar.runtime.offloaded_activations import OffloadedActivations
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.stages import empty_stage, materialise, stage_function
 from graphpar.runtime.weights import check_local_shapes
@@ -27,11 +28,13 @@ def stored_stage(
     groups: Groups,
     device: torch.device,
     backend: str | None = None,
+    activations: OffloadedActivations | None = None,
 ) -> tuple[nn.Module, CastOnce]:
     """Build a stage whose parameters have memory for what this rank stores of them, still without values; and how these are cast.
 
     Args:
         backend: of ``torch.compile``, which compiles its blocks; None: they run as they are.
+        activations: moves what its blocks keep to the host; None: they keep it.
 
     Raises:
         RuntimeProgramError: its file does not fit the plan.
@@ -46,6 +49,8 @@ def stored_stage(
     casts = CastOnce(stage, list(blocks(stage, package)), dtypes)
     if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
         stage_function(package, interface, "recompute_units")(stage)
+    if activations is not None:
+        activations.add(stage, list(blocks(stage, package)), casts)
     units = stage_function(package, interface, "fully_shard_units") if program.zero >= 2 else None
     if units is not None and program.fully_sharded:
         fully_shard_stage(stage, units, groups, device, program)

@@ -6,9 +6,9 @@
 ``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any shard). A program that it accepts has complete gradients
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Assumed: the functions of ``collectives.py``, ``ring_attention.py`` and ``rotary.py`` do what their docstrings say (tests compare them
-with whole tensors), which is tried of ``ring_products.py`` (:mod:`graphpar.verification.ring_proof`); the runtime reduces the gradients
-of R parameters; a loss that varies over replicas is a share of a sum.
+Assumed: the functions of ``collectives.py``, ``gated.py``, ``ring_attention.py`` and ``rotary.py`` do what their docstrings say (tests
+compare them with whole tensors), which is tried of ``ring_products.py`` (:mod:`graphpar.verification.ring_proof`); the runtime
+reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -54,6 +54,7 @@ from graphpar.verification.typed_collectives import (
     Axes,
     Kinds,
     declare_collectives,
+    declare_gated,
     declare_products,
     declare_ring,
     declare_rotary,
@@ -62,14 +63,18 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
-_LIBRARY = (
-    "collectives.py",
-    "kv_cache.py",
-    "parallel_products.py",
-    "random_streams.py",
-    "ring_attention.py",
-    "ring_products.py",
-    "rotary.py",
+_LIBRARY = tuple(
+    f"{name}.py"
+    for name in (
+        "collectives",
+        "gated",
+        "kv_cache",
+        "parallel_products",
+        "random_streams",
+        "ring_attention",
+        "ring_products",
+        "rotary",
+    )
 )
 """Files of a program that hold no model code."""
 SMALL = 1 << 26
@@ -145,8 +150,9 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
         if (program.folder / "ring_attention.py").is_file():
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
-        if (program.folder / "rotary.py").is_file():
-            declare_rotary(importlib.import_module(f"{package}.rotary"), axes)
+        for name, declare in (("rotary", declare_rotary), ("gated", declare_gated)):
+            if (program.folder / f"{name}.py").is_file():
+                declare(importlib.import_module(f"{package}.{name}"), axes)
         for name in ("parallel_products", "ring_products"):
             if (program.folder / f"{name}.py").is_file():
                 modules = [importlib.import_module(f"{package}.{each}") for each in (name, "collectives")]

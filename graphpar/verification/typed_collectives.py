@@ -1,4 +1,4 @@
-"""The functions of the emitted files that send, and of ``rotary.py``, in the types of ``spmd_types``.
+"""The functions of the emitted files that send, and of ``rotary.py`` and ``gated.py``, in the types of ``spmd_types``.
 
 For :mod:`graphpar.verification.type_check`.
 """
@@ -204,6 +204,21 @@ def declare_rotary(module: ModuleType, axes: Axes) -> None:
         return give(result, kinds_of(x * cos + x * sin, axes), axes)
 
     setattr(module, "apply_rotary", apply_rotary)  # noqa: B010  a module's type has no such name
+
+
+def declare_gated(module: ModuleType, axes: Axes) -> None:
+    """Type the functions of an emitted ``gated.py``, whose backward is written out, as an activation and a product."""
+
+    def declared(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def gated(gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
+            with untyped():
+                result = function(gate, up, *options, **named)
+            return give(result, kinds_of(F.silu(gate) * up, axes), axes)
+
+        return gated
+
+    for name in ("swiglu", "geglu"):
+        setattr(module, name, declared(getattr(module, name)))
 
 
 def declare_products(module: ModuleType, collectives: ModuleType) -> None:

@@ -4,9 +4,11 @@
     (x - mean) * rsqrt(var + eps) * weight + bias                F.layer_norm(x, [n], weight, bias, eps)
     exp(x - max) / sum                                           F.softmax(x, dim)
     x * 0.5 * (1 + erf(x / 2 ** 0.5))                            F.gelu(x)
+    silu(gate) * up                                              swiglu(gate, up)
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
     x * cos + rotate_half(x) * sin                               apply_rotary(x, cos, sin)
+    view_as_real(view_as_complex(x) * polar(1, angles))          apply_rotary(x, table.real, table.imag, interleaved=True)
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left
 
 Fewer kernels run, and autograd keeps fewer tensors. Each is the same function of the same tensors; in 16 bits a norm is rounded once
@@ -28,7 +30,7 @@ from graphpar.passes.normalize.attention_idioms import causal_attention, grouped
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.norm_idioms import layer_norm, rms_norm, softmax
-from graphpar.passes.normalize.pointwise_idioms import activation
+from graphpar.passes.normalize.pointwise_idioms import activation, gated
 from graphpar.passes.normalize.rotary_idioms import rotary
 from graphpar.passes.normalize.simplify import remove_dead_code
 
@@ -53,6 +55,7 @@ IDIOMS = (
     Idiom("layer_norm", "layer norms in means and roots", "F.layer_norm", ("mul", "div"), layer_norm),
     Idiom("rms_norm", "norms by root mean square", "F.rms_norm", ("mul", "div"), rms_norm),
     Idiom("activation", "activations in tanh, erf or sigmoid", "F.gelu and the like", ("mul",), activation),
+    Idiom("gated", "activated gates times values", "swiglu or geglu", ("mul",), gated),
     Idiom(
         "attention",
         "attention in products and softmax",

@@ -1,10 +1,11 @@
-"""Activations that are spelled out, such as GELU by ``tanh``: found by what they compute, not by how they are written.
+"""Activations that are spelled out, such as GELU by ``tanh``, and those that scale another value.
 
     0.5 * x * (1 + tanh(0.79788 * (x + 0.044715 * x ** 3)))     F.gelu(x, approximate="tanh")
     x * sigmoid(x)                                              F.silu(x)
+    F.silu(gate) * up                                           swiglu(gate, up)
 
-A product whose operators all follow from one value is a function of that value's elements. It runs on many numbers in fp64, and is an
-activation of torch's if it agrees with that on all of them.
+They are found by what they compute, not by how they are written: a product whose operators all follow from one value is a function of that
+value's elements. It runs on many numbers in fp64, and is an activation of torch's if it agrees with that on all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphpar.emitted.gated import geglu, swiglu
 from graphpar.ir.program import value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import Masks
-from graphpar.passes.normalize.graph_matching import insert_call, number, sizes
+from graphpar.passes.normalize.graph_matching import insert_call, is_call, number, sizes
 
 _aten = torch.ops.aten
 _ACTIVATIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -43,6 +45,22 @@ def activation(node: fx.Node, masks: Masks) -> bool:
         if found is not None:
             target, options = _ACTIVATIONS[found]
             insert_call(node, target, (x,), dict(options))
+            return True
+    return False
+
+
+def gated(node: fx.Node, masks: Masks) -> bool:
+    """``silu(gate) * up``, where nothing else uses the activated gate: one call, which keeps gate and up alone."""
+    for activated, up in (node.args[:2], node.args[1::-1]):
+        if not is_call(activated, "silu", "gelu") or set(activated.users) != {node} or activated is up:  # type: ignore[union-attr]
+            continue
+        (gate, *_), options = activated.args, activated.kwargs  # type: ignore[union-attr]
+        if not (isinstance(gate, fx.Node) and isinstance(up, fx.Node) and isinstance(value_of(up), Tensor)):
+            continue
+        tensors = [value_of(each) for each in (gate, up, node)]
+        alike = sizes(gate) == sizes(up) == sizes(node) and len({(each.dtype, each.device) for each in tensors}) == 1
+        if alike and not node.kwargs and tensors[0].is_floating_point():
+            insert_call(node, swiglu if is_call(activated, "silu") else geglu, (gate, up), dict(options))
             return True
     return False
 

@@ -2,15 +2,17 @@
 
     x * cos + cat([-x[..., n / 2:], x[..., :n / 2]], -1) * sin            apply_rotary(x, cos, sin)
     stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)         apply_rotary(x, cos, sin, interleaved=True)
+    view_as_real(view_as_complex(pairs of x) * table).flatten(-2)         apply_rotary(x, table.real, table.imag, interleaved=True)
 
-All operators between x, its two tables and the result must be linear and mix elements in the last dim alone, so they compute the same
-function of each row. It runs on random rows in fp64, and is rotary if it agrees with ``apply_rotary`` on all of them.
+All operators between x, its two tables (or one of complex numbers) and the result must be linear and mix elements in the last dim alone,
+so they compute the same function of each row. It runs on random rows in fp64, and is rotary if it agrees with ``apply_rotary`` on all of
+them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import Masks
-from graphpar.passes.normalize.graph_matching import follows_parameters, insert_call, is_call, sizes
+from graphpar.passes.normalize.graph_matching import follows_parameters, insert_call, insert_helper, is_call, sizes
 
+_aten = torch.ops.aten
 _LEAST, _MOST = 4, 24
 """Operators of a rotary embedding."""
 _ROWS = 3
@@ -36,18 +39,20 @@ def rotary(node: fx.Node, masks: Masks) -> bool:
         if not all(isinstance(value_of(each), Tensor) for each in (x, *tables)):
             continue
         alike = sizes(x) == sizes(node) and all(_broadcast(table, x) for table in tables)
-        tensors = [each for each in (x, *tables, *region) if isinstance(value_of(each), Tensor)]
-        same = len({value_of(each).dtype for each in tensors}) == 1 and value_of(x).is_floating_point()
-        if alike and same and _replaced(region):
-            for (cos, sin), interleaved in itertools.product(itertools.permutations(tables), (False, True)):
-                if _agrees(region, x, cos, sin, interleaved):
-                    insert_call(node, apply_rotary, (x, cos, sin), {"interleaved": True} if interleaved else {})
+        values = [value_of(each) for each in (x, *tables, *region) if isinstance(value_of(each), Tensor)]
+        same = len({value.dtype.to_real() for value in values}) == 1
+        real = value_of(x).is_floating_point() and value_of(node).is_floating_point()
+        if alike and same and real and _replaced(region):
+            for given, interleaved in itertools.product(itertools.permutations(tables), (False, True)):
+                if _agrees(region, x, given, interleaved):
+                    options = {"interleaved": True} if interleaved else {}
+                    insert_call(node, apply_rotary, (x, *_parts(node, given)), options)
                     return True
     return False
 
 
 def _regions(node: fx.Node, masks: Masks) -> Iterator[tuple[fx.Node, list[fx.Node], list[fx.Node]]]:
-    """Yield values x from which ``node`` follows by two tables without gradients, the tables, and the operators in order."""
+    """Yield values x from which ``node`` follows by tables without gradients, the tables, and the operators in order."""
     if not isinstance(value_of(node), Tensor):
         return
     lead = value_of(node).ndim - 1
@@ -57,7 +62,7 @@ def _regions(node: fx.Node, masks: Masks) -> Iterator[tuple[fx.Node, list[fx.Nod
         region.append(last)
         for source in last.all_input_nodes:
             (left if follows_parameters(source, masks.program) else tables).add(source)
-        if len(left) == 1 and len(tables) == 2 and len(region) >= _LEAST:
+        if len(left) == 1 and len(region) >= _LEAST and (len(tables) == 2 or _is_complex(tables)):
             yield next(iter(left)), sorted(tables), region[::-1]
         if not left:
             return
@@ -76,10 +81,29 @@ def _is_of_last_dim(node: fx.Node, lead: int) -> bool:
         return operator_name(node) != "detach"  # whose gradient is none
     if kind is Kind.RESHAPE:
         return isinstance(result, Tensor) and result.ndim > lead and sizes(node)[:lead] == sizes(sources[0])[:lead]
+    if is_call(node, "view_as_complex", "view_as_real"):
+        return bool(min(value_of(node).ndim, value_of(sources[0]).ndim) > lead)
     if not is_call(node, "slice", "split", "split_with_sizes", "chunk", "unbind", "select", "cat", "stack"):
         return False
     rank = value_of(sources[0]).ndim + is_call(node, "stack")
     return bool(int(literal(node, "dim", default=0)) % rank >= lead)
+
+
+def _is_complex(tables: Collection[fx.Node]) -> bool:
+    """Whether there is one table, and it is of complex numbers."""
+    return len(tables) == 1 and all(isinstance(v := value_of(each), Tensor) and v.is_complex() for each in tables)
+
+
+def _parts(node: fx.Node, tables: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return two tables, or the real and the imaginary part of one."""
+    if len(tables) > 1:
+        return [*tables]
+    (table,) = tables
+    found = []
+    for target, part in ((_aten.real.default, value_of(table).real), (_aten.imag.default, value_of(table).imag)):
+        before = [user for user in table.users if user.target is target and user < node]
+        found.append(before[0] if before else insert_helper(node, target, (table,), part))
+    return found
 
 
 def _broadcast(table: fx.Node, x: fx.Node) -> bool:
@@ -98,15 +122,20 @@ def _replaced(region: list[fx.Node]) -> bool:
     return all(set(each.users) <= set(region) for each in region[:-1] if not record_of(each).free)
 
 
-def _agrees(region: list[fx.Node], x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool) -> bool:
+def _agrees(region: list[fx.Node], x: fx.Node, tables: Sequence[fx.Node], interleaved: bool) -> bool:
     """Whether the operators give what ``apply_rotary`` does."""
     generator = torch.Generator().manual_seed(0)
     lead = value_of(x).ndim - 1
     given = {
-        each: torch.randn(_ROWS, *[1] * (lead - 1), int(sizes(each)[-1]), generator=generator, dtype=torch.float64)
-        for each in (x, cos, sin)
+        each: torch.randn(
+            [_ROWS, *[1] * (lead - 1), int(sizes(each)[-1])],
+            generator=generator,
+            dtype=torch.complex128 if value_of(each).is_complex() else torch.float64,
+        )
+        for each in (x, *tables)
     }
-    expected = apply_rotary(given[x], given[cos], given[sin], interleaved)
+    cos, sin = [given[each] for each in tables] if len(tables) > 1 else (given[tables[0]].real, given[tables[0]].imag)
+    expected = apply_rotary(given[x], cos, sin, interleaved)
     found = _run(region, dict(given), lead)
     return found.shape == expected.shape and bool(((found - expected).abs() <= _OFF).all())
 

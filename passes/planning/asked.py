@@ -27,8 +27,10 @@ from graphpar.passes.planning.constraints import (
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
+    check_offload,
     check_overlap,
     check_pipelined,
+    read_offload,
 )
 from graphpar.passes.planning.generation import pins_of_generation
 from graphpar.passes.planning.planning import estimate_plan, search_plan
@@ -119,6 +121,7 @@ def ask(
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
     overlap_tp: bool | None = None,
+    offload: str | Sequence[str] = (),
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -170,6 +173,7 @@ def ask(
         prefetch_distance=prefetch_distance,
         recompute=OF_THE_MODEL if recompute is None else recompute,
         overlap_tp=overlap_tp,
+        offload=read_offload(offload),
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
@@ -222,7 +226,9 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
         return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
     except NothingFits:
         most = (
-            least_first(program, pins.compile, bool(pins.overlap_tp))[-1] if pins.recompute == AUTO else pins.recompute
+            least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)[-1]
+            if pins.recompute == AUTO
+            else pins.recompute
         )
         chosen = choose(program, mesh, replace(pins, recompute=most))
         return _priced(program, chosen, pins, cluster)
@@ -241,7 +247,7 @@ def _priced(program: Program, plan: Plan, pins: PlanConstraints, cluster: Cluste
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program, pins.compile, bool(pins.overlap_tp))
+    *less, most = least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     for kind in less:
         try:
@@ -308,6 +314,7 @@ def _check(asked: Asked) -> None:
         canonical_name(pins.schedule)
     if pins.compile:
         _check_compile(pins)
+    check_offload(pins)
     if pins.global_batch is not None:
         check_batch(asked, pins.global_batch)
     pins.check_one_way(asked.split is not None)
@@ -326,7 +333,7 @@ def _check_compile(pins: PlanConstraints) -> None:
     rows = () if pins.table is None else parse_table(pins.table).rows
     cells = [str(cell) for row in rows for cell in row if cell is not None]
     left_open = pins.recompute in (AUTO, OF_THE_MODEL)
-    reason = obstacle(schedule or CUSTOM, cells, "none" if left_open else pins.recompute)
+    reason = obstacle(schedule or CUSTOM, cells, "none" if left_open else pins.recompute, pins.offload)
     if reason is not None:
         raise GraphparError(f"compile: {reason}.")
 

@@ -71,17 +71,23 @@ class CandidatePrices:
         return tuple(recomputed_blocks(self.program, kind) for kind in self.space.wishes.recompute)
 
     def units(
-        self, mesh: Mesh, rows: int, split_points: tuple[SplitAt, ...] | None = None, kind: int = 0
+        self,
+        mesh: Mesh,
+        rows: int,
+        run: Execution,
+        split_points: tuple[SplitAt, ...] | None = None,
+        kind: int = 0,
     ) -> list[Unit] | None:
-        """Return the units of a rank; None where the model can't be sharded so, or can't run microbatches of ``rows``."""
+        """Return the units of a rank that runs as ``run`` says; None where the model can't be sharded so, or can't run microbatches of
+        ``rows``."""
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
         if self.space.wishes.recompute[kind] == GATHERS and program_mesh(self.program, mesh).size == 1:
             kind = 0  # nothing is gathered
-        key = id(sharded), split_points, kind
+        key = id(sharded), split_points, kind, run.recasts
         if key not in self._units:
-            run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))
+            run = replace(run, blocks=tuple(self.recomputed[kind].items()))
             self._units[key] = units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
         return self._units[key]
 
@@ -122,11 +128,12 @@ class CandidatePrices:
         mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
         key = mesh, candidate.zero, candidate.reshard, 0 if self.program.symbolic else rows, split_points, kind
         if key not in self._pricings:
-            units = self.units(mesh, rows, split_points, kind)
+            run = self.run_of(candidate)
+            units = self.units(mesh, rows, run, split_points, kind)
             if units is None:
                 return None
             self._pricings[key] = Pricing(
-                units, mesh, self.cluster, self.run_of(candidate), dtype=self.dtype,
+                units, mesh, self.cluster, run, dtype=self.dtype,
                 train=self.program.mode == "train", like=next(iter(self._pricings.values()), None),
             )  # fmt: skip
         return self._pricings[key]

@@ -32,6 +32,7 @@ from graphpar.passes.planning.constraints import (
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
+    check_offload,
     check_overlap,
     check_pipelined,
 )
@@ -212,6 +213,7 @@ def _plan(
     check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(mesh, pins, program)
     check_overlap(mesh, pins)
+    check_offload(pins, program)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
     check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
@@ -235,6 +237,8 @@ def _plan(
         reshard=pins.reshard or "default",
         recompute=pins.recompute,
         overlap_tp=bool(pins.overlap_tp),
+        offload=pins.offload,
+        compile=pins.compile,
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

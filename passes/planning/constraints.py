@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import coupled_text
-from graphpar.passes.planning.recomputation import check_beside_rings
+from graphpar.passes.planning.recomputation import AUTO, BESIDE_OFFLOAD, OF_THE_MODEL, check_beside_rings
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reduced,
@@ -22,7 +22,7 @@ from graphpar.passes.planning.sharded_state import (
     level_of,
 )
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import OFFLOADS, REPLICAS
 from graphpar.schedules.registry import get_schedule
 
 
@@ -45,6 +45,7 @@ class PlanConstraints:
     prefetch_distance: int | None = None
     recompute: Recompute = "none"
     overlap_tp: bool | None = None  # None: where prices say that it is faster
+    offload: tuple[str, ...] = ()
     dtype: str = "fp32"
     param_dtype: str = "fp32"
     reduce_dtype: str | None = None
@@ -100,6 +101,7 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
     check_reduced(mesh, level, pins.reduce_dtype, program.mode)
     check_dp_mean(mesh, pins, program)
     check_overlap(mesh, pins)
+    check_offload(pins, program)
     check_reshard(mesh, level, pins.reshard or "default")
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
 
@@ -141,6 +143,50 @@ def check_overlap(mesh: Mesh, pins: PlanConstraints) -> None:
         raise GraphparError(
             "overlap_tp runs collectives of tensor parallelism beside products, but the mesh has tp=1; give mesh tp=2 or more, or leave "
             "it out."
+        )
+
+
+def read_offload(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return what is asked for, ``"optimizer,activations"`` or a list, in the order of :data:`OFFLOADS`.
+
+    Raises:
+        GraphparError: there is no such thing.
+    """
+    listed = isinstance(value, Sequence) and all(isinstance(each, str) for each in value)
+    names = (
+        [each.strip() for each in value.split(",")] if isinstance(value, str) else list(value) if listed else [value]
+    )
+    other = next((name for name in names if name not in OFFLOADS), None)
+    if other is not None:
+        raise GraphparError(
+            f"offload is {value!r}; it may have {' and '.join(OFFLOADS)}, separated by commas."
+            f"{near_match(str(other), OFFLOADS)}"
+        )
+    return tuple(name for name in OFFLOADS if name in names)
+
+
+def check_offload(pins: PlanConstraints, program: Program | None = None) -> None:
+    """Check that what is to live in the memory of the host can.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    if not pins.offload:
+        return
+    if program is not None and program.mode != "train":
+        raise GraphparError("offload moves what training stores; this program is for inference, so leave it out.")
+    if "activations" not in pins.offload:
+        return
+    if program is not None and not program.blocks:
+        raise GraphparError(
+            f"offload=activations moves what repeated blocks keep, and {program.name} has none; leave it out."
+        )
+    kinds = pins.recompute.values() if isinstance(pins.recompute, Mapping) else [pins.recompute]
+    other = next((kind for kind in kinds if kind not in (*BESIDE_OFFLOAD, OF_THE_MODEL, AUTO)), None)
+    if other is not None:
+        raise GraphparError(
+            f"offload=activations moves what autograd keeps, and recompute={other} keeps results by other means; take "
+            f"{' or '.join(BESIDE_OFFLOAD)}."
         )
 
 

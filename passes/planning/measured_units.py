@@ -16,6 +16,7 @@ from graphpar.cost_models.activation_memory import Activations, Reach, attribute
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
+from graphpar.cost_models.offloaded_units import offloaded
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
@@ -80,8 +81,8 @@ def units_of_ranks(
 ) -> list[Unit]:
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
-    measured = device, run.fused, run.gradient_bytes, run.rings
-    asked = *measured, run.blocks, tuple(wanted)
+    measured = device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings
+    asked: tuple[Any, ...] = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         if ("split points", *wanted) not in sharded.units:
             sharded.units["split points", *wanted] = unit_split_points(sharded.local, wanted)
@@ -92,6 +93,10 @@ def units_of_ranks(
             made.memories = sharded.units.setdefault(("memories", device), made.memories)  # whatever is beside what
             sharded.units[key] = made
         sharded.units[asked] = sharded.units[key].units(run.blocks)
+    if "activations" in run.offload:
+        if ("offloaded", *asked) not in sharded.units:
+            sharded.units["offloaded", *asked] = offloaded(sharded.units[asked])
+        asked = "offloaded", *asked
     found: list[Unit] = sharded.units[asked]
     return found
 
@@ -109,7 +114,7 @@ def units_of(
     Args:
         program: the result of :func:`graphpar.passes.sharding.shard.shard`.
         degrees: ranks by axis.
-        execution: whether kernels are fused, the dtype of gradients, and which blocks are recomputed.
+        execution: whether kernels are fused or blocks compiled, the dtype of gradients, and which blocks are recomputed.
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
         wanted: further split points at which a unit begins.
     """
@@ -133,17 +138,19 @@ class _Measured:
         self.stages = split(program, positions)
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
         self.works = Works(
-            program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes, rings=execution.rings
-        )
+            program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes, rings=execution.rings,
+            compiled=execution.compiled, recasts=execution.recasts,
+        )  # fmt: skip
+        self.python = not (execution.fused or execution.compiled)
+        self.casts = cast_parameters(program) if program.mode == "train" and not execution.recasts else {}
         self.recomputations = Recomputations(program, degrees, device)
         self.kinds: dict[Any, UnitClass] = {}
         self.memories: dict[Any, Callable[[], UnitMemory]] = {}
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        casts = cast_parameters(program) if program.mode == "train" else {}
         once = tuple(f"{path}." for path in blocks_without_backward(program))
-        self.held = [_held(program, degrees, stage, several, casts, once) for stage in self.stages]
+        self.held = [_held(program, degrees, stage, several, self.casts, once) for stage in self.stages]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
         self.caches = [_cache(program, stage) for stage in self.stages]
@@ -152,7 +159,7 @@ class _Measured:
         """Return the units, in order, where ``blocks`` says how blocks are recomputed; equal ones are of one class."""
         recomputed = self.recomputations.of(dict(blocks))
         activations = Activations(
-            self.program, self.degrees, device=self.device, even_experts=True, recomputed=recomputed
+            self.program, self.degrees, device=self.device, even_experts=True, recomputed=recomputed, casts=self.casts
         )
         shared: set[str] = set()
         units = []
@@ -175,7 +182,7 @@ class _Measured:
         found = Repeated(repeated_work(self.works, stage.graph, recomputed))
         for node in stage.graph.nodes:
             how = recomputed.get(str(node.target)) if node.op == "call_module" else None
-            if how is not None and how.kind != GATHERS and not self.works.fused:
+            if how is not None and how.kind != GATHERS and self.python:
                 counts = self.recomputations.dispatched(self.program.block_of(node))
                 found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))
         return found
@@ -267,7 +274,17 @@ def _held(
             backward = not (name.startswith(once) and not trained)
             groups.setdefault((axes, itemsize, trained, copied, apart, backward), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied, apart=apart, backward=backward)
+        Held(
+            axes,
+            sum(sizes),
+            sum(sizes) * itemsize,
+            itemsize,
+            trained,
+            copied=copied,
+            apart=apart,
+            backward=backward,
+            largest=max(sizes),
+        )
         for (axes, itemsize, trained, copied, apart, backward), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

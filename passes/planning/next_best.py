@@ -186,7 +186,10 @@ class Decisions:
         taken = self.plan.recompute
         value = taken if isinstance(taken, str) else "by block"
         pinned = self.pins.recompute not in (OF_THE_MODEL, AUTO)
-        others: list[tuple[str, Recompute]] = [(kind, kind) for kind in least_first(self.program, self.plan.overlap_tp)]
+        others: list[tuple[str, Recompute]] = [
+            (kind, kind)
+            for kind in least_first(self.program, overlap_tp=self.plan.overlap_tp, offload=self.plan.offload)
+        ]
         return self._best_of(self._about("recompute", value, pinned), others)
 
     def block(self, path: str) -> NextBest | None:
@@ -197,7 +200,9 @@ class Decisions:
         kinds = recomputed_blocks(self.program, self.plan.recompute)
         now = kinds.get(path, "none")
         others = [
-            (kind, kinds | {path: kind}) for kind in least_first(self.program, self.plan.overlap_tp) if kind != now
+            (kind, kinds | {path: kind})
+            for kind in least_first(self.program, overlap_tp=self.plan.overlap_tp, offload=self.plan.offload)
+            if kind != now
         ]
         return self._best_of(NextBest(path, f"recompute {now}"), others)
 

@@ -146,14 +146,18 @@ def planner_for(
         whole_backwards=pins.compile,
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=bool(pins.overlap_tp))
+    moved = moved_on(cluster, pins.offload)
+    execution = replace(
+        _execution(program, reduce_dtype=pins.reduce_dtype),
+        rings=bool(pins.overlap_tp), offload=moved, compiled=pins.compile,
+    )  # fmt: skip
     dtype = dominant_dtype(program)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
 def _able(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
-    kinds = least_first(program, pins.compile, bool(pins.overlap_tp))
+    kinds = least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)
     try:
         recomputed_blocks(program, kinds[-1])
     except GraphparError:
@@ -191,7 +195,8 @@ def pricing_of(
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     if execution is None:
         shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
-        execution = replace(_execution(program, *shared), rings=plan.overlap_tp)
+        moved = moved_on(cluster, plan.offload)
+        execution = replace(_execution(program, *shared), rings=plan.overlap_tp, offload=moved, compiled=plan.compile)
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
@@ -202,6 +207,11 @@ def pricing_of(
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
     train = local.mode == "train"
     return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(local), train=train), layout
+
+
+def moved_on(cluster: Cluster, offload: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what is offloaded on the devices of ``cluster``: nothing where they are their own hosts."""
+    return () if cluster.device.kind == "cpu" else offload
 
 
 def _execution(
@@ -254,6 +264,7 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
         microbatch_size=None if program.symbolic and program.mode != GENERATE else plan.microbatch_size,
         allow_batch_coupling=plan.allow_batch_coupling,
         recompute=AUTO,
+        compile=plan.compile,
     )
     return planner_for(program, cluster, {}, pins).alone()
 

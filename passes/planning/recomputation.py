@@ -28,19 +28,28 @@ OF_THE_MODEL = "of the model"
 AUTO = "auto"
 """The least recomputation with which a plan fits."""
 KINDS = ("none", GATHERS, "selective", "full")
+BESIDE_OFFLOAD = ("none", "full")
+"""Those beside which what blocks keep can be moved to the host: all of it is autograd's."""
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
-def least_first(program: Program, compile: bool = False, overlap_tp: bool = False) -> tuple[str, ...]:
+def least_first(
+    program: Program, compile: bool = False, overlap_tp: bool = False, offload: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the kinds that :data:`AUTO` tries, in order.
 
     Args:
         compile: those of blocks that ``torch.compile`` compiles.
         overlap_tp: no budgets, see :func:`check_beside_rings`.
+        offload: with activations, those whose results autograd alone keeps.
     """
     kinds = _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
     return tuple(
-        kind for kind in kinds if (not compile or kind in WHOLE) and (not overlap_tp or share_of(kind) is None)
+        kind
+        for kind in kinds
+        if (not compile or kind in WHOLE)
+        and (not overlap_tp or share_of(kind) is None)
+        and ("activations" not in offload or kind in BESIDE_OFFLOAD)
     )
 
 

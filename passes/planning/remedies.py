@@ -1,21 +1,25 @@
 """What lets a program fit where no plan does: the changes that cost least first.
 
 what the user pinned ──given up one by one, else all──┐
+the hosts ──state or activations live there──┤
 the cluster ──more devices, a device with more memory──┴─► a plan that fits ──► "recompute='auto' (3.21 s a step)"
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Candidate, Priced
-from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.passes.planning.constraints import PlanConstraints, check_offload
 from graphpar.passes.planning.recomputation import AUTO
+from graphpar.runtime.axes import OFFLOADS
 from graphpar.text import seconds_text
 
 GROWTH = (2, 4, 8, 16)
@@ -59,10 +63,37 @@ def remedies(
         fits: looks for a plan.
     """
     changes = list(_given_up(program, pinned, pins))
-    found = _found(cluster, changes, fits)
+    found = [*_found(cluster, changes, fits), *_offloaded(program, cluster, pinned, pins, fits)]
     if not found and len(changes) > 1:
         found = _found(cluster, [_all_given_up(program, pins)], fits)
     return [*sorted(found, key=lambda each: each.priced.rank_key), *_other_hardware(cluster, pinned, pins, fits)]
+
+
+def _offloaded(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, fits: Fits
+) -> list[Remedy]:
+    """Return what lets ``program`` fit in the memory of the hosts as well, as little of it as does."""
+    if program.mode != "train" or cluster.device.host_link is None:
+        return []
+    for count in range(1, len(OFFLOADS) + 1):
+        wider = [each for each in itertools.combinations(OFFLOADS, count) if set(each) > set(pins.offload)]
+        changes = [
+            _Change(pinned, wanted, lambda _, each=each: f"offload={','.join(each)!r}")  # type: ignore[misc]
+            for each in wider
+            if _can(wanted := replace(pins, offload=each), program)
+        ]
+        found = [each for each in _found(cluster, changes, fits) if each.priced.estimate.host_missing_bytes <= 0]
+        if found:
+            return found
+    return []
+
+
+def _can(pins: PlanConstraints, program: Program) -> bool:
+    try:
+        check_offload(pins, program)
+    except GraphparError:
+        return False
+    return True
 
 
 def _found(cluster: Cluster, changes: list[_Change], fits: Fits) -> list[Remedy]:

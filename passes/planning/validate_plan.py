@@ -18,7 +18,13 @@ from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
-from graphpar.passes.planning.constraints import PlanConstraints, check_degrees, check_microbatch_size, check_pipelined
+from graphpar.passes.planning.constraints import (
+    PlanConstraints,
+    check_degrees,
+    check_microbatch_size,
+    check_pipelined,
+    read_offload,
+)
 from graphpar.passes.planning.recomputation import check_recompute
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
@@ -68,6 +74,8 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         prefetch_distance=given.prefetch_distance or None,
         recompute=given.recompute,
         overlap_tp=given.overlap_tp,
+        offload=read_offload(given.offload),
+        compile=given.compile,
         dtype=given.dtype,
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,
@@ -107,7 +115,7 @@ def check_compiled(plan: Plan) -> None:
     Raises:
         GraphparError: its schedule, or what blocks recompute, does not go with compiled blocks.
     """
-    reason = obstacle(plan.schedule, (cell for row in plan.actions or () for cell in row), plan.recompute)
+    reason = obstacle(plan.schedule, (cell for row in plan.actions or () for cell in row), plan.recompute, plan.offload)
     if reason is not None:
         raise GraphparError(f"compile: {reason}.")
 
@@ -119,6 +127,8 @@ def check_alone(plan: Plan) -> None:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
     check_recompute(plan.recompute)
+    if plan.compile:
+        check_compiled(plan)
     check_zero(plan.mesh, plan.zero, plan.mode)
     check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
     check_reshard(plan.mesh, plan.zero, plan.reshard)

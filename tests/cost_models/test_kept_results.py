@@ -16,10 +16,12 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, _CachedTorchDispatchMode, _C
 
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations
+from graphpar.cost_models.kept_results import ROWS as CHOSEN_FOR
 from graphpar.cost_models.kept_results import Recomputations, Result, knapsack, results_of
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
+from graphpar.ir.program import value_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import (
@@ -185,3 +187,14 @@ def test_results_that_are_written_later_are_not_kept() -> None:
     found = results_of(Activations(parts.program, {}), Works(parts.program, {}), block).results
     turned = {node.name for node in block.graph.nodes if "rotary" in str(node.target)}
     assert turned and not turned & {result.node for result in found}
+
+
+def test_a_gated_activation_is_kept_as_its_product() -> None:
+    """The activated gate is not written again, and a budget may keep the product, of which the whole cost to make it again is known."""
+    parts = gp.partition(example("llama"), gp.plan(example("llama"), mesh={}, microbatch_size=ROWS, global_batch=8))
+    block = next(b for b in parts.program.blocks.values() if any("swiglu" in str(n.target) for n in b.graph.nodes))
+    found = results_of(Activations(parts.program, {}), Works(parts.program, {}), block).results
+    (node,) = (node for node in block.graph.nodes if "swiglu" in str(node.target))
+    (gated,) = (result for result in found if result.node == node.name)
+    nbytes = CHOSEN_FOR * value_of(node).shape[1:].numel() * value_of(node).dtype.itemsize
+    assert (gated.operator, gated.nbytes, gated.cost) == ("aten.mul", nbytes, 5 * nbytes)

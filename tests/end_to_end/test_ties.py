@@ -24,6 +24,7 @@ from graphpar.verification import Verification, verify_all
 from tests.drawn_ties import MESHES, Drawn, Layer, Model, draw, tie
 from tests.samples import sample
 
+pytestmark = pytest.mark.usefixtures("unpriced")
 DRAWN = 300
 
 

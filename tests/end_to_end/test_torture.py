@@ -13,7 +13,8 @@ from tests.samples import sample
 from tests.zoo import ZOO
 from tests.zoo_programs import FAST, REFUSED, SLOW, SPELLED, check, compiled, parts_of, planned, program_of, verified
 
-SAMPLE = sample(SLOW, 60)
+pytestmark = pytest.mark.usefixtures("unpriced")
+SAMPLE = sample(SLOW, 48)
 
 
 @pytest.fixture(scope="module")

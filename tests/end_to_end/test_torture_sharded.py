@@ -11,7 +11,8 @@ from graphpar.verification import Verification
 from tests.samples import sample
 from tests.zoo_programs import WHOLE, check, program_of, verified
 
-SAMPLE = sample(WHOLE, 60)
+pytestmark = pytest.mark.usefixtures("unpriced")
+SAMPLE = sample(WHOLE, 48)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 import graphpar as gp
 from tests.programs import example, example_file
+from tests.rank_pool import RankPool
 from tests.samples import sample
 
 STEPS = 12
@@ -57,16 +59,15 @@ def _bounded(started: subprocess.Popen[str]) -> Iterator[None]:
         started.wait(60)
 
 
-def _losses(text: str) -> dict[int, tuple[float, float]]:
-    return {int(step): (float(loss), float(norm)) for step, loss, norm in STEP.findall(text)}
-
-
-def _whole(program: Path, *options: str) -> dict[int, tuple[float, float]]:
-    started = _start(program, *options)
-    with _bounded(started):
-        printed = started.communicate(timeout=240)[0]
-        assert started.returncode == 0, printed
-    return _losses(printed)
+def _whole(pool: RankPool, program: Path, *options: str) -> dict[int, tuple[float, float]]:
+    """The losses and norms of all steps of a run that nothing ends."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, "log.jsonl")
+        pool.torchrun(
+            program / "train.py", ["--steps", str(STEPS), "--log-file", str(log), *options], nproc=2, timeout_s=240
+        )
+        records = map(json.loads, log.read_text().splitlines())
+        return {each["step"]: (each["loss"], each["gradient_norm"]) for each in records if "loss" in each}
 
 
 def _until(started: subprocess.Popen[str], step: int) -> str:
@@ -86,24 +87,29 @@ def _ranks(started: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Mapping[int, tuple[float, float]]:
-    losses = _whole(folder / "tp")
+def expected(folder: Path, pool: RankPool) -> Mapping[int, tuple[float, float]]:
+    losses = _whole(pool, folder / "tp")
     assert sorted(losses) == list(range(STEPS))
     return losses
 
 
 def _goes_on(
-    folder: Path, program: str, checkpoints: Path, expected: Mapping[int, tuple[float, float]], tolerance: float
+    pool: RankPool,
+    folder: Path,
+    program: str,
+    checkpoints: Path,
+    expected: Mapping[int, tuple[float, float]],
+    tolerance: float,
 ) -> None:
     last = int((checkpoints / "latest").read_text())
-    losses = _whole(folder / program, "--checkpoint", str(checkpoints), "--checkpoint-every", "3")
+    losses = _whole(pool, folder / program, "--checkpoint", str(checkpoints), "--checkpoint-every", "3")
     assert sorted(losses) == list(range(last, STEPS))
     for step, values in losses.items():
         assert values == pytest.approx(expected[step], rel=tolerance), step
 
 
 def test_a_request_to_end_saves_first(
-    folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
+    pool: RankPool, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:
     """Training then goes on under another plan."""
     options = ["--checkpoint", str(tmp_path / "ck"), "--json", str(tmp_path / "history.json")]
@@ -113,18 +119,18 @@ def test_a_request_to_end_saves_first(
         os.kill(started.pid, signal.SIGTERM)
         printed += started.communicate(timeout=60)[0]
         left = _ranks(started)
-    last = max(_losses(printed))
+    last = max(int(step) for step, _, _ in STEP.findall(printed))
 
     assert 2 <= last < STEPS - 1 and not left
     assert int((tmp_path / "ck" / "latest").read_text()) == last + 1
     assert len(json.loads((tmp_path / "history.json").read_text())) == last + 1
-    _goes_on(folder, "zero", tmp_path / "ck", expected, 1e-4)
+    _goes_on(pool, folder, "zero", tmp_path / "ck", expected, 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", sample(range(4), 2))
 def test_after_a_kill_at_any_moment(
-    every: int, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
+    every: int, pool: RankPool, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:
     """A rank alone, or all at once, in a step or in a save."""
     seed = random.randrange(1_000_000)
@@ -141,4 +147,4 @@ def test_after_a_kill_at_any_moment(
             os.kill(chance.choice(_ranks(started)), signal.SIGKILL)
         started.communicate(timeout=120)
         assert started.returncode
-    _goes_on(folder, "tp", tmp_path / "ck", expected, 0.0)
+    _goes_on(pool, folder, "tp", tmp_path / "ck", expected, 0.0)

@@ -23,6 +23,7 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.operators import rules
 from tests.programs import EXAMPLES
+from tests.samples import drawn
 
 MODEL = """
 import os, json
@@ -86,7 +87,7 @@ def imported() -> bool:
     return any(name.startswith("_graphpar_model_model") for name in sys.modules)
 
 
-@pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"])
+@pytest.mark.parametrize("name", drawn(["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"], 2, 2))
 def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_imports(monkeypatch)
     folders = []

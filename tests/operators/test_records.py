@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.spelling import spell
 from graphpar.cost_models.flops import operator_flops
-from graphpar.emitted import random_streams, rotary
+from graphpar.emitted import gated, random_streams, rotary
 from graphpar.ir.program import operator_name
 from graphpar.operators.prove import Call, node_of
 from graphpar.operators.record import Kind, Reads, Record
@@ -260,7 +260,7 @@ def _shown(item: Any) -> Expression:
 @pytest.mark.parametrize("name", _with_records(lambda record: True))
 def test_what_is_printed_computes_the_same(name: str) -> None:
     own = {key: getattr(random_streams, key) for key in FUNCTIONS} | {
-        key: getattr(rotary, key) for key in OF_FILES["rotary"]
+        key: getattr(module, key) for module in (gated, rotary) for key in OF_FILES[module.__name__.rpartition(".")[2]]
     }
     for call in calls()[name]:
         node, values = node_of(call)
@@ -337,7 +337,7 @@ def _of_python() -> set[str]:
 def _emitted() -> set[str]:
     texts = [
         (ROOT / "graphpar" / "emitted" / f"{name}.py").read_text()
-        for name in ("collectives", "kv_cache", "ring_attention", "rotary")
+        for name in ("collectives", "gated", "kv_cache", "ring_attention", "rotary")
     ]
     return {node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from tests.equality import Case, assert_exact, assert_same, eager, near, refusal, run
 from tests.passes.normalize.test_batch_and_loss import XS, Applied, X
+from tests.samples import drawn
 
 CODES, BOUNDS = torch.linspace(-1, 1, 15).view(3, 5), torch.tensor([-0.5, 0.0, 0.5])
 
@@ -54,7 +55,7 @@ ROW_BY_ROW: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROW_BY_ROW)
+@pytest.mark.parametrize("name", drawn(list(ROW_BY_ROW), 7, 4))
 def test_rows_by_themselves(name: str) -> None:
     x, function = ROW_BY_ROW[name]
 

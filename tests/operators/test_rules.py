@@ -159,7 +159,7 @@ _FAST = (
 
 def test_samples_of_torch_for_common_operators() -> None:
     pytest.importorskip("expecttest")
-    assert _problems("OpInfo", (call for _, call in sampled(6, set(_FAST))), (2, 5)) == []
+    assert _problems("OpInfo", (call for _, call in sampled(6, set(sample(_FAST, 12)))), (2, 5)) == []
 
 
 def _drawn() -> set[str]:

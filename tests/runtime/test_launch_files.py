@@ -16,8 +16,8 @@ import yaml
 
 import graphpar as gp
 from graphpar.codegen.launch_files import launch_files
-from graphpar.runtime.launch import torchrun
 from tests.programs import example
+from tests.rank_pool import RankPool
 
 
 def _plan(**pins: Any) -> gp.Plan:
@@ -67,10 +67,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_two_nodes_meet(program: Path, tmp_path: Path) -> None:
+def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     """Two nodes are two torchruns on this machine; their losses are those of one node."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    torchrun(program / "train.py", ["--steps", "3", "--json", str(one)], nproc=2, timeout_s=240)
+    pool.torchrun(program / "train.py", ["--steps", "3", "--json", str(one)], nproc=2, timeout_s=240)
     nodes = {"NODES": "2", "DEVICES": "1", "HEAD": "127.0.0.1", "PORT": str(_free_port()), "JOB": str(os.getpid())}
     started = [
         subprocess.Popen(

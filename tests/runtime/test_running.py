@@ -56,7 +56,7 @@ def gone(pids: list[int], within_s: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", sample([signal.SIGTERM, signal.SIGKILL], 1), ids=lambda number: number.name)
 def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
     program: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -184,8 +184,11 @@ INTERRUPTED = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-@pytest.mark.parametrize("name", INTERRUPTED)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [(name, number) for name in INTERRUPTED for number in sample([signal.SIGTERM, signal.SIGINT], 1)],
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_an_interrupted_command_says_what_it_leaves(
     program: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:

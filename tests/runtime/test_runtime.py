@@ -278,6 +278,17 @@ def test_a_batch_with_other_names_or_dtypes_is_refused(alone: object, tmp_path: 
         pipeline.step({**batch, "targets": batch["target"]})
     with pytest.raises(RuntimeProgramError, match=r"input_ids is torch.float32; the program expects torch.int64"):
         pipeline.step({**batch, "input_ids": batch["input_ids"].float()})
+    length = batch["input_ids"].shape[1]
+    shorter, longer = (
+        {**batch, "input_ids": torch.zeros(len(batch["input_ids"]), length + more).long()} for more in (-1, 1)
+    )
+    said = rf"traced with {length} along dim 1, not {length - 1}; pad it to {length} .*, or compile the model with example inputs"
+    with pytest.raises(RuntimeProgramError, match=said):
+        pipeline.step(shorter)
+    with pytest.raises(
+        RuntimeProgramError, match=rf"dim 1, not {length + 1}; compile the model with example inputs of that size"
+    ):
+        pipeline.step(longer)
 
 
 def test_a_broken_plan_says_what_is_broken(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from graphpar.runtime.manifest import load_manifest
 from graphpar.verification.type_check import check_folder
 from tests.programs import example, norms_pinned
 
+pytestmark = pytest.mark.usefixtures("unpriced")
+
 BY_BLOCK = {
     "model.layers.0": "full",
     "model.layers.1": "full",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from tests.equality import Case, assert_exact, assert_same, eager, refusal, run
+from tests.samples import drawn
 
 Loss = Callable[..., Tensor]
 
@@ -137,7 +138,7 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", drawn(list(EXACT), 20, 12))
 def test_shares_add_up(name: str) -> None:
     x, loss_fn, targets = EXACT[name]
 
@@ -243,7 +244,7 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", drawn(list(MIXING), 24, 14))
 def test_mixed_examples_are_refused_by_name(name: str) -> None:
     x, loss_fn, targets, why = MIXING[name]
 

@@ -14,60 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.emitted.rotary import apply_rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.causal_masks import Masks
-
-WIDTH, LENGTH = 8, 6
-
-
-class Model(nn.Module):
-    """``function(x, self.weight, self.bias)`` of x [b, s, WIDTH]."""
-
-    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.weight = nn.Parameter(torch.rand(WIDTH, dtype=dtype) + 0.5)
-        self.bias = nn.Parameter(torch.rand(LENGTH, LENGTH, dtype=dtype))
-        self.register_buffer("table", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self)
-
-
-def _squares(y: Tensor) -> Tensor:
-    return y.to(torch.promote_types(y.dtype, torch.float32)).square().sum()
-
-
-def _exported(
-    function: Callable[..., Tensor], dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Model, Program]:
-    model = Model(function, dtype)
-    x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
-    return model, gp.export(model, (x,), loss_fn=_squares, **options)
-
-
-def _check(function: Callable[..., Tensor], found: dict[str, int], dtype: torch.dtype = torch.float32) -> None:
-    """Check which idioms there are, and that loss and gradients are the model's own."""
-    model, program = _exported(function, dtype)
-    assert dict(program.idioms) == found
-    x = torch.randn(4, LENGTH, WIDTH, dtype=dtype)
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    made = program.run(state, {"x": x})
-    loss = (made[0] if isinstance(made, tuple | list) else made).sum()
-    expected = _squares(model(x))
-    used = [
-        each
-        for each in model.parameters()
-        if torch.autograd.grad(expected, each, retain_graph=True, allow_unused=True)[0] is not None
-    ]
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
-    for ours, theirs in zip(torch.autograd.grad(loss, used), torch.autograd.grad(expected, used)):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
+from tests.idiom_checks import LENGTH, WIDTH, Model, check_idioms, exported
 
 # ---- norms -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +55,7 @@ NORMS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_norms_that_are_written_out(name: str, dtype: torch.dtype) -> None:
-    _check(NORMS[name], {"rms_norm": 1}, dtype)
+    check_idioms(NORMS[name], {"rms_norm": 1}, dtype)
 
 
 NO_NORMS: dict[str, Callable[..., Tensor]] = {
@@ -125,7 +75,7 @@ NO_NORMS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", NO_NORMS)
 def test_what_is_no_norm_stays(name: str) -> None:
-    _check(NO_NORMS[name], {})
+    check_idioms(NO_NORMS[name], {})
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -166,7 +116,7 @@ NO_LAYER_NORMS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", [*LAYER_NORMS, *NO_LAYER_NORMS])
 def test_layer_norms_that_are_written_out(name: str) -> None:
     function = (LAYER_NORMS | NO_LAYER_NORMS)[name]
-    _check(
+    check_idioms(
         lambda x, m: function(x + m.weight, m).sin(), {"layer_norm": 1} if name in LAYER_NORMS else {}, torch.float64
     )
 
@@ -193,7 +143,7 @@ NO_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", [*SOFTMAX, *NO_SOFTMAX])
 def test_softmax_that_is_written_out(name: str) -> None:
     function = (SOFTMAX | NO_SOFTMAX)[name]
-    _check(lambda x, m: function(x * m.weight).sin(), {"softmax": 1} if name in SOFTMAX else {}, torch.float64)
+    check_idioms(lambda x, m: function(x * m.weight).sin(), {"softmax": 1} if name in SOFTMAX else {}, torch.float64)
 
 
 def test_attention_with_its_own_softmax() -> None:
@@ -202,7 +152,7 @@ def test_attention_with_its_own_softmax() -> None:
         scores = (q @ k.mT / 2).masked_fill(~_arange_mask(), float("-inf"))
         return (_exponentials(scores, -1, scores.amax(-1, True)) @ v).transpose(1, 2).flatten(2)
 
-    _check(attention, {"softmax": 1, "attention": 1, "is_causal": 1})
+    check_idioms(attention, {"softmax": 1, "attention": 1, "is_causal": 1})
 
 
 # ---- activations -----------------------------------------------------------------------------------------------
@@ -228,7 +178,7 @@ NO_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NO_ACTIVATIONS])
 def test_activations_that_are_written_out(name: str) -> None:
     function = (ACTIVATIONS | NO_ACTIVATIONS)[name]
-    _check(lambda x, m: function(m.weight * x), {"activation": 1} if name in ACTIVATIONS else {})
+    check_idioms(lambda x, m: function(m.weight * x), {"activation": 1} if name in ACTIVATIONS else {})
 
 
 # ---- attention -------------------------------------------------------------------------------------------------
@@ -276,7 +226,7 @@ def test_masks_made_of_constants(name: str) -> None:
         q, k, v = _heads(x, m)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make()).transpose(1, 2).flatten(2)
 
-    _check(attention, {"is_causal": 1} if name in CAUSAL else {})
+    check_idioms(attention, {"is_causal": 1} if name in CAUSAL else {})
 
 
 def _likeness(x: Tensor) -> Tensor:
@@ -323,7 +273,7 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_attention_that_is_written_out(name: str) -> None:
     function, found = BY_HAND[name]
-    _check(function, found)
+    check_idioms(function, found)
 
 
 def test_scores_that_a_mask_repeats_are_no_attention() -> None:
@@ -342,7 +292,7 @@ def test_scores_that_a_mask_repeats_are_no_attention() -> None:
         return torch.where(shown | _arange_mask(), q @ q.mT, float("-inf")).softmax(-1) @ q
 
     for function in (dims, heads, examples):
-        _check(function, {})
+        check_idioms(function, {})
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
@@ -354,9 +304,9 @@ def test_a_scale_that_is_not_positive_keeps_its_mask(scale: float) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=_arange_mask(), scale=scale)
 
     if scale == 0:
-        assert not _exported(attention)[1].idioms  # gradients are 0 / 0 in torch's own kernel
+        assert not exported(attention)[1].idioms  # gradients are 0 / 0 in torch's own kernel
     else:
-        _check(attention, {"is_causal": 1} if scale > 0 else {})
+        check_idioms(attention, {"is_causal": 1} if scale > 0 else {})
 
 
 def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
@@ -369,7 +319,7 @@ def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
         return (F.dropout((q @ k.mT).softmax(-1), 0.1) @ v).transpose(1, 2).flatten(2)
 
     for function in (turned, dropped):
-        assert not _exported(function)[1].idioms
+        assert not exported(function)[1].idioms
 
 
 def test_weights_that_are_used_elsewhere_are_computed_once() -> None:
@@ -378,7 +328,7 @@ def test_weights_that_are_used_elsewhere_are_computed_once() -> None:
         weights = (q @ k.mT).masked_fill(~_arange_mask(), float("-inf")).softmax(-1)
         return (weights @ v).transpose(1, 2).flatten(2) + weights.mean((1, 3))[..., None]
 
-    _check(returned, {})
+    check_idioms(returned, {})
 
 
 # ---- groups of heads -------------------------------------------------------------------------------------------
@@ -397,11 +347,11 @@ def _grouped(x: Tensor, m: Model, mask: Tensor | None = None, repeat: str = "exp
 
 
 def test_repeated_keys_and_values() -> None:
-    _check(_grouped, {"enable_gqa": 1})
-    _check(lambda x, m: _grouped(x, m, repeat="interleave"), {"enable_gqa": 1})
-    _check(lambda x, m: _grouped(x, m, repeat="tiled"), {})
-    _check(lambda x, m: _grouped(x, m, _arange_mask()), {"is_causal": 1, "enable_gqa": 1})
-    _check(lambda x, m: _grouped(x, m, m.table), {})  # kernels that take a mask want all heads
+    check_idioms(_grouped, {"enable_gqa": 1})
+    check_idioms(lambda x, m: _grouped(x, m, repeat="interleave"), {"enable_gqa": 1})
+    check_idioms(lambda x, m: _grouped(x, m, repeat="tiled"), {})
+    check_idioms(lambda x, m: _grouped(x, m, _arange_mask()), {"is_causal": 1, "enable_gqa": 1})
+    check_idioms(lambda x, m: _grouped(x, m, m.table), {})  # kernels that take a mask want all heads
 
 
 def test_repeated_keys_that_have_another_shape_than_the_queries_stay() -> None:
@@ -415,8 +365,8 @@ def test_repeated_keys_that_have_another_shape_than_the_queries_stay() -> None:
         k = m.bias[:, :4][None, None, None].expand(x.size(0), 1, 2, LENGTH, 4).flatten(1, 2)
         return F.scaled_dot_product_attention(q, k, k)
 
-    _check(one_query_head, {})
-    _check(the_same_for_all_examples, {})
+    check_idioms(one_query_head, {})
+    check_idioms(the_same_for_all_examples, {})
 
 
 class Grouped(nn.Module):
@@ -531,7 +481,9 @@ def test_masks_that_differ_from_example_to_example_are_not_proven() -> None:
         program = gp.export(Model(function), (torch.randn(4, LENGTH, WIDTH),), loss_fn=lambda y: y.square().sum())
         assert not program.idioms
     alike = torch.ones(1, LENGTH, dtype=torch.bool)
-    _check(attention(lambda mask, example: mask & alike.expand(example.size(0), -1)[example, 0]), {"is_causal": 1})
+    check_idioms(
+        attention(lambda mask, example: mask & alike.expand(example.size(0), -1)[example, 0]), {"is_causal": 1}
+    )
 
 
 def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
@@ -540,7 +492,7 @@ def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
         mask = _arange_mask() & (x[:, None, None, :, 0] > -1e30)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
-    _, program = _exported(padded)
+    _, program = exported(padded)
     assert not program.idioms
     node = next(each for each in program.graph.nodes if "attention" in each.name)
     assert not Masks(program).is_causal(node.args[3], LENGTH)
@@ -550,101 +502,8 @@ def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
 
 
 def test_the_pass_can_be_skipped() -> None:
-    _, program = _exported(_hf, skip=["idioms"])
+    _, program = exported(_hf, skip=["idioms"])
     assert not program.idioms and "rms_norm" not in str(program)
-    assert "F.rms_norm" in str(_exported(_hf)[1])
+    assert "F.rms_norm" in str(exported(_hf)[1])
     with pytest.raises(GraphparError, match="idioms"):
-        _exported(_hf, skip=["simplify"])
-
-
-# ---- rotary embeddings -----------------------------------------------------------------------------------------
-
-
-def _half(x: Tensor) -> Tensor:
-    return torch.cat([-x[..., x.size(-1) // 2 :], x[..., : x.size(-1) // 2]], -1)
-
-
-def _every_two(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
-def _angles(x: Tensor) -> Tensor:
-    return torch.arange(LENGTH).to(x)[:, None] * 0.3 + torch.arange(WIDTH // 2).to(x)
-
-
-def _tables(x: Tensor, twice: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    angles = twice(_angles(x))
-    return angles.cos(), angles.sin()
-
-
-def _joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-    turned = a * cos - b * sin, b * cos + a * sin
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-
-
-def _each(x: Tensor) -> Tensor:
-    return x
-
-
-def _rotated(x: Tensor, half: Callable[[Tensor], Tensor], twice: Callable[[Tensor], Tensor]) -> Tensor:
-    cos, sin = _tables(x, twice)
-    return x * cos + half(x) * sin
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return torch.cat([x, x], -1)
-
-
-def _interleaved(x: Tensor) -> Tensor:
-    return x.repeat_interleave(2, -1)
-
-
-ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "halves": lambda x: _rotated(x, _half, _doubled),
-    "interleaved": lambda x: _rotated(x, _every_two, _interleaved),
-    "a number a pair": lambda x: _joined(x, *_tables(x, _each)),
-    "a number a pair, interleaved": lambda x: _joined(x, *_tables(x, _each), interleaved=True),
-    "a part of the features": lambda x: torch.cat(
-        [_joined(x[..., :4], *(each[:, :2] for each in _tables(x, _each))), x[..., 4:]], -1
-    ),
-    "heads": lambda x: _rotated(x[:, None] * x[:, :2, None], _half, _doubled).sum(1),
-}
-NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "the other way": lambda x: x * _tables(x, _doubled)[0] - _half(x) * _tables(x, _doubled)[1],
-    "other pairs": lambda x: _rotated(x, lambda each: each.flip(-1), _doubled),
-    "of two tensors": lambda x: x * _tables(x, _doubled)[0] + _half(x * x) * _tables(x, _doubled)[1],
-    "other positions": lambda x: _rotated(x, lambda each: _half(each).roll(1, 1), _doubled),
-    "without a part of the gradient": lambda x: (
-        x * _tables(x, _doubled)[0] + _half(x.detach()) * _tables(x, _doubled)[1]
-    ),
-    "almost": lambda x: _rotated(x, lambda each: _half(each) * 1.0001, _doubled),
-    "angles with a gradient": lambda x: x * x.mean(1, True).cos() + _half(x) * x.mean(1, True).sin(),
-}
-
-
-@pytest.mark.parametrize("name", [*ROTARY, *NO_ROTARY])
-def test_rotary_embeddings_that_are_written_out(name: str) -> None:
-    function = (ROTARY | NO_ROTARY)[name]
-    _check(lambda x, m: function(m.weight * x).sin(), {"rotary": 1} if name in ROTARY else {}, torch.float64)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.lists(st.integers(1, 3), min_size=0, max_size=3),
-    pairs=st.integers(1, 5),
-    interleaved=st.booleans(),
-    whole=st.booleans(),
-)
-def test_apply_rotary(rows: list[int], pairs: int, interleaved: bool, whole: bool) -> None:
-    """Any tables, also those in which the features of a pair have different numbers, forward and backward."""
-    x = torch.randn(*rows, 2 * pairs, dtype=torch.float64, requires_grad=True)
-    cos, sin = (torch.randn(*rows[-1:], (1 + whole) * pairs, dtype=torch.float64) for _ in range(2))
-    twice, half = (_interleaved, _every_two) if interleaved else (_doubled, _half)
-    expected = x * (cos if whole else twice(cos)) + half(x) * (sin if whole else twice(sin))
-    found = apply_rotary(x, cos, sin, interleaved)
-
-    torch.testing.assert_close(found, expected)
-    gradient = torch.randn_like(x)
-    ours, theirs = (torch.autograd.grad(each, x, gradient)[0] for each in (found, expected))
-    torch.testing.assert_close(ours, theirs)
+        exported(_hf, skip=["simplify"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from tests.equality import Case, assert_exact, assert_same, eager, refusal, run
 from tests.passes.normalize.test_batch_and_loss import TS, XS, YS, M, Net, T, W, X, Y, each
+from tests.samples import drawn
 
 Loss = Callable[..., Tensor]
 YR = Y.clone()
@@ -78,7 +79,7 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", drawn(list(EXACT), 14, 10))
 def test_losses_of_chosen_rows(name: str) -> None:
     x, loss_fn, targets = EXACT[name]
 

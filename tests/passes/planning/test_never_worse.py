@@ -16,9 +16,11 @@ from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import planner_for
 from graphpar.passes.planning.recomputation import AUTO
 from tests.passes.planning.test_planner import program_of, small
+from tests.samples import sample
 
 MODELS = ("uneven", "gpt")
 CLUSTERS = ((1, 2), (1, 4), (2, 2))
+LINKED = (("uneven", (2, 2)), ("gpt", (1, 4)), ("uneven", (1, 2)))
 
 
 def found(name: str, cluster: Cluster, mesh: dict[str, int] | None = None, **pins: Any) -> SearchResult:
@@ -49,7 +51,7 @@ def peak(name: str, cluster: Cluster) -> int:
 CASES = list(itertools.product(MODELS, CLUSTERS))
 
 
-@pytest.mark.parametrize(("name", "nodes"), random.Random(5).sample(CASES, 3))
+@pytest.mark.parametrize(("name", "nodes"), sample(random.Random(5).sample(CASES, 3), 1))
 def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
     most = peak(name, Cluster.of(small(), *nodes))
     results = [found(name, Cluster.of(small(share * most), *nodes)) for share in (0.35, 0.6, 0.9, 1.2)]
@@ -60,8 +62,13 @@ def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
         assert less.best is None or more.best is not None
 
 
-@pytest.mark.parametrize("which", ["intra_node", "inter_node"])
-@pytest.mark.parametrize(("name", "nodes"), [("uneven", (2, 2)), ("gpt", (1, 4)), ("uneven", (1, 2))])
+@pytest.mark.parametrize(
+    ("name", "nodes", "which"),
+    sample(
+        [(*case, which) for case in LINKED for which in ("intra_node", "inter_node")],
+        3,
+    ),
+)
 def test_faster_links(name: str, nodes: tuple[int, int], which: str) -> None:
     """With the same placements of tensors, those of the slowest links. They are chosen at prices of single operators, which differ a little
     from those of steps, so faster links of their own may have placements that take a little longer."""
@@ -89,7 +96,7 @@ PINS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "nodes"), random.Random(7).sample(CASES, 3))
+@pytest.mark.parametrize(("name", "nodes"), sample(random.Random(7).sample(CASES, 3), 1))
 def test_fewer_pins(name: str, nodes: tuple[int, int]) -> None:
     cluster = Cluster.of(small(), *nodes)
     tight = replace(cluster, device=small(0.6 * peak(name, cluster)))

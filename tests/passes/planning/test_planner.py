@@ -32,6 +32,7 @@ from graphpar.passes.planning.recomputation import AUTO
 from graphpar.passes.planning.space import DEEP, DEPTHS
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
+from tests.samples import drawn
 
 A100 = DEVICES["A100-SXM-80GB"]
 
@@ -136,7 +137,8 @@ def _best_cut(pricing: Pricing, stages: int, rows: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2), ("mixtral", 2)]
+    ("name", "devices"),
+    drawn([("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2), ("mixtral", 2)], 3, 2),
 )
 def test_the_plan_of_brute_force(name: str, devices: int) -> None:
     planner = planner_of(name, Cluster.of(small(), 1, devices))
@@ -156,8 +158,9 @@ def _slowest_stage(priced: Priced) -> float:
     return max(stage.forward_s + stage.backward_s for stage in priced.estimate.stages)
 
 
-@pytest.mark.parametrize("name", ["uneven", "gpt", "unet"])
-@pytest.mark.parametrize("launch", [1e-7, 2e-5])
+@pytest.mark.parametrize(
+    ("name", "launch"), drawn(list(itertools.product(["uneven", "gpt", "unet"], [1e-7, 2e-5])), 3, 2)
+)
 def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) -> None:
     planner = planner_of(name, Cluster.of(small(launch=launch), 2, 2))
     pruned, whole = planner.search(), planner.search(prune=False)
@@ -251,8 +254,10 @@ def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]
         yield estimate.step_time_s, max(estimate.peak_memory_bytes)
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}])
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    drawn(list(itertools.product([{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}], [0.2, 0.5, 0.9])), 4, 2),
+)
 def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: float) -> None:
     """Against every choice of every block: the bound is below all that fit, and the plan at most 3 % above the best of them."""
     devices = math.prod(mesh.values())

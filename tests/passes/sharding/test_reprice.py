@@ -17,6 +17,7 @@ from graphpar.passes.sharding.solution import sharding_of
 from tests.passes.sharding.test_search import MODELS, small
 from tests.programs import example
 from tests.repricing import Repricing
+from tests.samples import drawn
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "tp": 2})
 EXAMPLES = ("bert", "gpt", "gpt2_tiny", "llama", "mixtral", "t5", "transformer", "two_towers", "vit")
@@ -34,8 +35,9 @@ def found(name: str, degrees: dict[str, int], rows: int) -> tuple[Sharding, Repr
     return sharding, Repricing(lower(program, sharding), degrees, workload)
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *EXAMPLES])
+@pytest.mark.parametrize(
+    ("name", "degrees"), drawn([(name, mesh) for name in (*MODELS, *EXAMPLES) for mesh in MESHES], 26, 15)
+)
 def test_the_program_costs_what_the_search_said(name: str, degrees: dict[str, int]) -> None:
     for rows in (2, 4096) if name in MODELS else (4096,):  # latency counts, bandwidth counts
         sharding, prices = found(name, degrees, rows)

@@ -1,0 +1,209 @@
+"""Prices of blocks that ``torch.compile`` compiles: bytes by hand, and against what inductor counts of its own kernels."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import graphpar as gp
+from graphpar.cost_models.workload import Phase, Traffic, Work, Works
+from graphpar.errors import GraphparError
+from graphpar.passes.planning.planning import pricing_of
+from tests.programs import example
+
+WIDTH, INNER, LENGTH = 48, 112, 6
+
+
+def moved(work: Work, phase: Phase, rows: int = 1) -> float:
+    """Bytes of memory-bound kernels."""
+    return sum(
+        row.nbytes.at(rows) * times
+        for row, times in work.rows.items()
+        if isinstance(row, Traffic) and row.phase is phase
+    )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        for norm in (self.first, self.second):
+            norm.weight.requires_grad_(False)  # on the CPU inductor reads everything again for their gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o(torch.tanh(self.q(self.first(x))))
+        y = self.second(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def traced(dtype: str | None = None) -> gp.Program:
+    return gp.export(Blocks(), (torch.randn(4, LENGTH, WIDTH),), loss_fn=lambda loss: loss, dtype=dtype)
+
+
+def test_bytes_of_a_compiled_llama_block_are_those_by_hand() -> None:
+    """Of d = 64, 2 of 4 heads for keys, f = 128, 16 tokens in fp32. Rotary embeddings are as without."""
+    program = example("llama")
+    (block,) = program.blocks.values()
+    work, d, kv, f, token = Works(program, {}, compiled=True).block(block), 64, 32, 128, 16 * 4
+    rotary = 5 * (d + kv)
+    forward = 2 * d + rotary + 4 * d + 3 * f + 3 * d  # norm; add and norm, which write both; silu * up; add
+    # From the end: nothing for the last sum. silu * up; norm and sum: gradients of the sum and of gate and up, two values that are added
+    # again, one gradient for both; norm: gradients of q, k, v and the sum, its input, one gradient.
+    backward = 5 * f + (3 + 2 + 1) * d + rotary + (4 + 1 + 1) * d
+    assert moved(work, Phase.FORWARD) == forward * token
+    assert moved(work, Phase.INPUT) == backward * token
+    plain = Works(program, {}).block(block)
+    assert moved(work, Phase.WEIGHT) == moved(plain, Phase.WEIGHT)  # sums of gradients are outside
+    assert work.flops(3) == plain.flops(3)
+    fused, alone = (outside_of_blocks(Works(program, {}, compiled=compiled), program) for compiled in (True, False))
+    assert fused == alone  # what is outside of blocks runs as it is
+
+
+def outside_of_blocks(works: Works, program: gp.Program) -> Work:
+    """The work of the root alone."""
+    works._blocks = dict.fromkeys(program.blocks, Work())
+    return works.of(program.graph)
+
+
+def test_a_program_without_blocks_is_compiled_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.0), nn.Sigmoid())
+    program = gp.export(model, (torch.randn(3, 8),), loss_fn=lambda y: y.square().mean())
+    assert not program.blocks
+    work = Works(program, {}, compiled=True).of(program.graph)
+    assert moved(work, Phase.FORWARD) < moved(Works(program, {}).of(program.graph), Phase.FORWARD)
+    counts = Counter(row.phase for row in work.rows if isinstance(row, Traffic))
+    assert counts[Phase.FORWARD] == 1 and counts[Phase.INPUT] == 1
+
+
+def test_compiled_blocks_cast_parameters_for_each_microbatch() -> None:
+    """Unless they are gathered as they are read; they keep the copies, and a step makes none."""
+    program = traced("bf16")
+    elements = 2 * WIDTH * WIDTH + 3 * WIDTH * INNER
+    once, each = (Works(program, {}, compiled=True, recasts=recasts) for recasts in (False, True))
+    (block,) = program.blocks.values()
+    more = moved(each.block(block), Phase.FORWARD) - moved(once.block(block), Phase.FORWARD)
+    assert more == 6 * elements
+    assert moved(each.block(block), Phase.WEIGHT) == moved(once.block(block), Phase.WEIGHT)
+    kept = {}
+    for compile in (False, True):
+        plan = gp.plan(program, mesh={"pp": 2}, global_batch=16, microbatch_size=4, compile=compile)
+        pricing, layout = pricing_of(program, plan, gp.Cluster.parse("2xA100"))
+        kept[compile] = pricing.estimate(layout).memory[0]
+    assert kept[False].copies and not kept[True].copies
+    in_flight = 2
+    assert kept[True].activations - kept[False].activations == in_flight * 2 * elements  # the input has no gradient
+    sharded = gp.plan(program, mesh={"dp_shard": 2}, zero=3, global_batch=16, microbatch_size=4, compile=True)
+    pricing, _ = pricing_of(program, sharded, gp.Cluster.parse("2xA100"))
+    assert pricing.execution.compiled and not pricing.execution.recasts
+
+
+def test_a_plan_for_compiled_blocks_says_so_and_is_priced_so() -> None:
+    program = example("llama")
+    plain, plan = (gp.plan(program, "2xA100", mesh={"tp": 2}, global_batch=32, compile=c) for c in (False, True))
+    assert plan.predicted is not None and plain.predicted is not None
+    assert plan.predicted.compute_s < plain.predicted.compute_s
+    again = gp.Plan.from_json(plan.to_json())
+    assert again == plan and again.compile and not plain.compile
+    assert gp.estimate(program, again).step_time_s == plan.predicted.step_time_s
+    assert gp.estimate(program, replace(again, compile=False)).step_time_s > plan.predicted.step_time_s
+    parts, others = gp.partition(program, plan), gp.partition(program, replace(plan, compile=False))
+    said = "fused by torch.compile (run with --compile), memory as if not"
+    assert [each.report["assumed"]["operators"] for each in (parts, others)] == [said, "not fused"]
+    assert said in parts.files["report.html"]
+    emitted = [{name: text for name, text in each.files.items() if name.endswith(".py")} for each in (parts, others)]
+    assert emitted[0] == emitted[1]
+    assert plan.alone is not None and plain.alone is not None and plan.alone.step_time_s < plain.alone.step_time_s
+
+
+def test_a_plan_that_can_t_be_compiled_contradicts_itself() -> None:
+    program = example("gpt")
+    plan = gp.plan(program, mesh={"pp": 2}, schedule="InterleavedZeroBubble")
+    with pytest.raises(GraphparError, match="compile: the schedule InterleavedZeroBubble splits backwards in two"):
+        gp.partition(program, replace(plan, compile=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_bytes_are_those_that_inductor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced()
+    (block,) = program.blocks.values()
+    work, rows = Works(program, {}, compiled=True).block(block), 5
+    counted = inductor_bytes(Block(), torch.randn(rows, LENGTH, WIDTH, requires_grad=True), monkeypatch)
+    for phase, nbytes in counted.items():
+        assert moved(work, phase, rows) == pytest.approx(nbytes, rel=0.02), phase  # weights of norms, sums of rows
+    plain = Works(program, {}).block(block)
+    assert moved(plain, Phase.FORWARD, rows) > 1.2 * counted[Phase.FORWARD]
+    assert moved(plain, Phase.INPUT, rows) > 1.2 * counted[Phase.INPUT]
+
+
+def inductor_bytes(module: nn.Module, given: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, int]:
+    """Bytes that inductor's own kernels, without products, read and write, by its account."""
+    from torch._inductor import compile_fx, metrics
+
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "level", logging.INFO)
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "propagate", False)
+    found: dict[Phase, int] = {}
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        metrics.reset()
+        output = torch.compile(module, fullgraph=True)(given)
+        found[Phase.FORWARD] = _own(metrics.nodes_num_elem)
+        metrics.reset()
+        output.sum().backward()
+        found[Phase.INPUT] = _own(metrics.nodes_num_elem)
+    torch._dynamo.reset()
+    return found
+
+
+def _own(counts: list[tuple[Any, int]]) -> int:
+    return sum(4 * number for node, number in counts if not node.is_extern())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_blocks_keep_copies_of_parameters_that_they_cast() -> None:
+    weight, x = nn.Parameter(torch.randn(96, 96)), torch.randn(7, 96, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.numel() == weight.numel():
+            saved.append(tensor.dtype)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        torch.compile(lambda x: F.silu(F.linear(x, weight.bfloat16())), fullgraph=True)(x)
+    assert saved == [torch.bfloat16]
+
+
+def test_examples_move_less_compiled() -> None:
+    for name in ("gpt", "llama", "mixtral"):
+        program = example(name)
+        for block in program.blocks.values():
+            plain, fused = (Works(program, {}, compiled=compiled).block(block) for compiled in (False, True))
+            assert moved(fused, Phase.FORWARD) < moved(plain, Phase.FORWARD), name
+            assert moved(fused, Phase.INPUT) < moved(plain, Phase.INPUT), name
