@@ -328,7 +328,7 @@ class _Walk:
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
-            elif record.kernels and not self.works.fused:  # of several kernels, which torch.compile doesn't fuse
+            elif record.kernels and not self.works.fused and (record.in_place or not self.compiled):
                 kernels = {Phase.FORWARD: record.kernels, Phase.INPUT: record.backward or record.kernels}
                 for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
                     yield from (Traffic(phase, each.moves * nbytes_of(node), each.functions) for each in kernels[phase])

@@ -227,7 +227,7 @@ RECORDS: dict[str, Record] = {
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
     # a product, and two that each read three halves and write one
-    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, kernels=(Kernel(2), Kernel(1.5), Kernel(1.5))),
+    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, in_place=True, kernels=(Kernel(2), Kernel(1.5), Kernel(1.5))),
     **each("swiglu geglu", _GATED),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),

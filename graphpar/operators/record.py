@@ -105,6 +105,7 @@ class Record:
         passes: its backward returns the gradient itself for the first operand, and so runs no kernel.
         functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
         kernels: those of its forward, where they are more than one, and of its backward, unless ``backward`` has those.
+        in_place: some of its kernels write what another made, so ``torch.compile`` doesn't fuse them.
         sizes: the argument that gives the result's sizes.
         module: the class of ``torch.nn`` that calls it with its own parameters.
         spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
@@ -123,6 +124,7 @@ class Record:
     functions: bool = False
     kernels: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
+    in_place: bool = False
     sizes: str = ""
     module: str = ""
     spelling: tuple[Spelling, ...] = ()
