@@ -239,7 +239,8 @@ def prepare(folder: Path, program: Manifest) -> None:
     """Write ``weights/`` and ``batch.safetensors`` from the model file, where they are missing."""
     named = program.model_file
     weights, batch = folder / "weights", folder / "batch.safetensors"
-    if weights.is_dir() and (batch.is_file() or not named):
+    wants_batch = program.mode != GENERATE and not batch.is_file()
+    if weights.is_dir() and (not wants_batch or not named):
         return
     from safetensors.torch import save_file
 
@@ -255,7 +256,7 @@ def prepare(folder: Path, program: Manifest) -> None:
         if weights.is_dir():  # they are all that is needed: train.py makes random batches
             return
         raise
-    if not batch.is_file():
+    if wants_batch:
         save_file(example_batch(file, program.inputs), str(batch))
         record(folder, ["batch.safetensors"])
     if not weights.is_dir():

@@ -55,7 +55,8 @@ def _is_reshape(node: fx.Node) -> bool:
 
 def _flattens(node: fx.Node) -> bool:
     before, after = sizes(node.args[0]), sizes(node)
-    return len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
+    known = len(before) == 3 and isinstance(before[1], int)  # not the positions of a window
+    return known and len(after) == 2 and before[-1] == after[-1]
 
 
 def _of_rows(

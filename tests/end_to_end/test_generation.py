@@ -102,7 +102,7 @@ def check(cases: list[tuple[str, dict[str, int], int]], ranks: int, folder: Path
 
 
 def test_tokens_are_those_of_transformers(pool: RankPool, tmp_path: Path) -> None:
-    check([("gpt2", {"pp": 2}, 2), ("llama", {"tp": 2}, 4), ("mixtral", {"ep": 2}, 3)], 2, tmp_path, pool)
+    check([("gpt2", {"tp": 2}, 2), ("llama", {"pp": 2}, 4), ("mixtral", {"ep": 2}, 3)], 2, tmp_path, pool)
 
 
 @pytest.mark.slow
