@@ -170,7 +170,7 @@ class EveryPlan:
 
     def units(self, way: Way, kind: int = 0) -> list[Unit] | None:
         """The units of a rank, all with one kind of recomputation."""
-        return self.planner.prices.units(way.mesh, way.rows, way.split_points, kind)
+        return self.planner.prices.units(way.mesh, way.rows, self.planner.prices.execution, way.split_points, kind)
 
     def starts(self, way: Way, *, every: bool = True) -> list[Starts]:
         """Where stages may begin: anywhere where a rank has one (if ``every``), else so that they are as equal as can be."""

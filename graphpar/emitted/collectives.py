@@ -358,7 +358,7 @@ class _VocabLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, total, label, elsewhere = ctx.saved_tensors
         gradient = gradient.unsqueeze(ctx.dim)
-        result = exponentials.mul_(gradient / total)  # in place: nothing else reads them
+        result = exponentials * (gradient / total)
         result.scatter_add_(ctx.dim, label, gradient.masked_fill(elsewhere, 0).neg())
         return result.to(ctx.dtype), None, None, None
 

@@ -1,9 +1,9 @@
-"""Gated activations (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202): one value is activated and scales the other.
+"""Gated activations (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202): one value scales another.
 
     swiglu(gate, up)  =  silu(gate) * up                  kept for the backward: gate and up
 
-As two operators, autograd keeps the activated gate, too; here it is computed again. The results and gradients are the same to the bit.
-Two kernels forward and four backward; a compiler makes one of each.
+As two operators, autograd keeps the activated gate, too; here it is computed again. The results and gradients are the
+same to the bit. Two kernels forward and four backward; a compiler makes one of each.
 """
 
 from __future__ import annotations

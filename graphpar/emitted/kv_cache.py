@@ -1,11 +1,11 @@
-"""Generation with a key-value cache: a stage computes a window of a sequence's positions, and attention sees all before it.
+"""Generation with a key-value cache: a stage computes a window of a sequence's positions; attention sees those before.
 
     positions   0 .. p - 1              p .. p + n - 1
                 keys and values of      the window: its tokens go through the stage, and
                 each attention, kept    their keys and values are appended
 
-A prompt is a wide window; then each new token is a window of one position. The runtime says with :func:`bind` which sequences the next
-call of a stage is for. Without a cache the window is the whole sequence.
+A prompt is a wide window; then each new token is a window of one position. The runtime says with :func:`bind` which
+sequences the next call of a stage is for. Without a cache the window is the whole sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class KeyValueCache:
-    """The keys and values that one stage keeps of one group of sequences: a pair for each attention, in the order of the calls.
+    """The keys and values that a stage keeps of a group of sequences: a pair for each attention, in the order of calls.
 
     Attributes:
         position: the first position of the window.
@@ -33,7 +33,7 @@ class KeyValueCache:
         self.position, self.last, self._next = position, last, 0
 
     def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keep the window's keys and values [..., n, e]; return those of all positions up to its end, [..., p + n, e]."""
+        """Keep the window's keys and values [..., n, e]; return those of all positions so far [..., p + n, e]."""
         if self._next == len(self._kept):
             self._kept.append((_empty(key, length), _empty(value, length)))
         kept, window = self._kept[self._next], key.size(-2)
@@ -70,9 +70,12 @@ def last(x: Tensor, dim: int) -> Tensor:
 def cached_attention(
     query: Tensor, key: Tensor, value: Tensor, length: int, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:
-    """Causal attention of a window to all positions up to its own: query [..., n, e], key [..., n, e], value [..., n, f] -> [..., n, f]
+    """Causal attention of a window to all positions up to its own.
 
-    ``length``: of the longest sequence, for which the cache has room.
+    query [..., n, e], key [..., n, e], value [..., n, f] -> [..., n, f]
+
+    Args:
+        length: of the longest sequence, for which the cache has room.
     """
     first, rows = 0 if _bound is None else _bound.position, query.size(-2)
     if _bound is not None:

@@ -149,7 +149,7 @@ def _summed(x: Tensor, axis: str, dim: int | None) -> Tensor:
     if count == 1:
         return x
     if dim is None:
-        return _operators.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
+        return _operators.all_reduce(x, "sum", group)  # type: ignore[no-any-return]
     pieces = _pieces(x, dim, (), count).contiguous()
     scattered: Tensor = _operators.reduce_scatter_tensor(pieces, "sum", count, group)
     return scattered.squeeze(0)

@@ -492,7 +492,7 @@ def test_what_does_not_fit_is_refused_with_names(bench: Bench, saved: Path, tmp_
     ("arguments", "expected"),
     [
         (["merge", "ckpt"], "Say where to write"),
-        (["inspect", "ckpt", "-o", "x"], "--out is for merge and export and convert"),
+        (["inspect", "ckpt", "-o", "x"], "--out is for merge and export and adapters and convert"),
         (["export", "ckpt", "--to", "onnx", "-o", "x"], "export writes hf"),
         (["inspect", "ckpt"], "ckpt is no checkpoint"),
         (["convert", "ckpt", "-o", "x"], "ckpt is no checkpoint"),

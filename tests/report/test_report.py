@@ -343,7 +343,9 @@ def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], op
 def test_what_was_read_off_the_program_is_what_was_printed(llama: gp.Parts) -> None:
     sharding = report_data(llama.compilation)["sharding"]
     calls = "\n".join(text for name, text in llama.files.items() if name.startswith(("blocks", "stage")))
-    printed = sum(calls.count(f"{name}(") for name in ("all_gather", "all_gather_invariant", "reduce_scatter", "shard"))
+    alone = ("all_gather", "all_gather_invariant", "reduce_scatter", "shard")
+    beside = ("gathered_product", "gathered_products", "scattered_product")
+    printed = sum(calls.count(f"{name}(") for name in (*alone, *beside))
     block, root = sharding["scopes"]
     inside, outside = (sum(len(row["transitions"]) for row in scope["rows"]) for scope in (block, root))
     assert block["count"] == 8 and inside + outside == printed

@@ -363,6 +363,10 @@ TRANSITIONS = (
 )
 
 
+SHARED = ("shared_product", "shared_products")
+"""Products with weights that tp divides, which sum the gradient of what all ranks multiply."""
+
+
 def _mutants(text: str) -> Iterator[tuple[str, str]]:
     """The text with one collective dropped, or with one that has another backward in its place."""
     lines = text.splitlines(keepends=True)
@@ -371,9 +375,16 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
         return sum(map(len, lines[: line - 1])) + column
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TRANSITIONS:
-            begin = place(node.lineno, node.col_offset)
-            end = place(node.end_lineno or 0, node.end_col_offset or 0)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        begin, end = place(node.lineno, node.col_offset), place(node.end_lineno or 0, node.end_col_offset or 0)
+        if node.func.id in SHARED:
+            operand, weights = (ast.get_source_segment(text, argument) for argument in node.args[:2])
+            alone = f"F.linear({operand}, {weights})"
+            several = f"tuple(F.linear({operand}, w) for w in {weights})"
+            plain = several if node.func.id.endswith("s") else alone
+            yield f"products alone for {node.func.id} in line {node.lineno}", f"{text[:begin]}{plain}{text[end:]}"
+        if node.func.id in TRANSITIONS:
             name, operand = node.func.id, ast.get_source_segment(text, node.args[0])
             yield f"without {name} in line {node.lineno}", f"{text[:begin]}({operand}){text[end:]}"
             if name in OTHER_GRADIENT:

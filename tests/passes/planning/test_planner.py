@@ -99,7 +99,7 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
                 if rows_each % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
                     continue
                 rows = rows_each // microbatches
-                units = planner.prices.units(mesh, rows)
+                units = planner.prices.units(mesh, rows, planner.prices.execution)
                 if units is None or len(units) < pp * depth:
                     continue
                 again = zero == 3 and (pp == 1 or reshard == "always")
@@ -202,7 +202,7 @@ def test_ranks_do_at_least_the_work_of_one_device_together(name: str, axis: str)
     planner = planner_of(name, Cluster.of(small(), 1, 4))
 
     def flops(mesh: Mesh) -> float:
-        return sum(unit.kind.work.flops(2) for unit in planner.prices.units(mesh, 2) or [])
+        return sum(unit.kind.work.flops(2) for unit in planner.prices.units(mesh, 2, planner.prices.execution) or [])
 
     alone = flops(Mesh())
     for degree in (2, 4):
