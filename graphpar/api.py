@@ -33,6 +33,7 @@ from graphpar.ir.program import ModelSource, Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
+from graphpar.passes.normalize.windows import check_rows
 from graphpar.passes.parallel_products import with_products
 from graphpar.passes.planning.asked import Splits, ask, planned
 from graphpar.passes.planning.candidates import SHOWN
@@ -42,6 +43,7 @@ from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_ski
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
 from graphpar.runtime.compiled import splits_backwards
+from graphpar.runtime.modes import GENERATE, INFER
 
 as_text.register(Plan, plan_text)
 as_text.register(Program, program_text)
@@ -134,6 +136,8 @@ def _exported(
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
+    if raw.mode == GENERATE and raw.source is not None and raw.inputs[0].shape[0] > 1:
+        check_rows(run_passes(trace(replace(raw.source, mode=INFER), None), row_list, skip=skip)[0])
     if raw.retrace is not None:
         retrace = raw.retrace
 

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from graphpar.errors import GraphparError
 from graphpar.ir.program import ModelSource
 
+SHORTEST = 4
+"""Positions of an example at least: a trace must see a length that is none of 0, 1 and the longest."""
+
 
 def of_tokens(
     source: ModelSource, model: nn.Module, batch_dims: Mapping[str, int | None] | None
@@ -41,6 +44,10 @@ def of_tokens(
         raise GraphparError(
             f"{type(model).__name__} can't generate: none of its inputs ({', '.join(given) or 'there are none'}) holds token ids, whole "
             "numbers [batch, positions]."
+        )
+    if given[chosen].size(1) < SHORTEST:
+        raise GraphparError(
+            f"The example {chosen} has {given[chosen].size(1)} positions, all the room there is for tokens; give it {SHORTEST} or more."
         )
     others = [name for name in needed if name != chosen]
     if others:

@@ -134,8 +134,22 @@ class Generator:
             chosen = {**self.program.generation, **options}
             sampling = Sampling(**{name: chosen[name] for name in _CHOICE if name in chosen}, seed=seed)
             counts = self._counts(given, new_tokens if new_tokens is not None else chosen.get("max_new_tokens"))
-        ends = chosen.get("eos_token_id", ())
-        return self.generate(given, counts, sampling, frozenset([ends] if isinstance(ends, int) else ends), show)
+            ends = self._ends(chosen.get("eos_token_id", ()))
+        return self.generate(given, counts, sampling, ends, show)
+
+    def _ends(self, given: Any) -> frozenset[int]:
+        """Return the tokens that end a sequence.
+
+        Raises:
+            RuntimeProgramError: they are no token ids.
+        """
+        tokens = [given] if isinstance(given, int) or not isinstance(given, Sequence | set | frozenset) else list(given)
+        below = self.program.inputs[0].below
+        for token in tokens:
+            known = type(token) is int and token >= 0 and (below is None or token < below)
+            if not known:
+                raise RuntimeProgramError(f"eos_token_id is {given!r}; it must be a token id of the model, or several")
+        return frozenset(tokens)
 
     def _counts(self, prompts: Sequence[Sequence[int]], new_tokens: int | None) -> list[int]:
         """Return how many tokens follow each prompt.
@@ -335,7 +349,13 @@ def as_prompts(prompts: Sequence[Sequence[int]] | Tensor, mask: Tensor | None) -
                 )
         found = [row[shown].tolist() for row, shown in zip(tokens, mask.bool())]
     else:
-        found = prompts.tolist() if isinstance(prompts, Tensor) else [list(map(_token, prompt)) for prompt in prompts]
+        if isinstance(prompts, Tensor):
+            if prompts.ndim != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
+                raise RuntimeProgramError("a tensor of prompts must hold token ids, whole numbers [prompts, positions]")
+            prompts = prompts.tolist()
+        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, Sequence) for prompt in prompts):
+            raise RuntimeProgramError("prompts must be a list of lists of token ids, or a tensor [prompts, positions]")
+        found = [list(map(_token, prompt)) for prompt in prompts]
     if not found or not all(isinstance(prompt, list) for prompt in found):
         raise RuntimeProgramError("prompts must be a list of lists of token ids, or a tensor [prompts, positions]")
     for number, prompt in enumerate(found):

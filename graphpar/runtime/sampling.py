@@ -42,6 +42,8 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
                 raise RuntimeProgramError(f"{name} is {value!r}; it must be a number above 0")
+        if not isinstance(self.do_sample, bool):
+            raise RuntimeProgramError(f"do_sample is {self.do_sample!r}; it must be True or False")
         if self.top_p > 1:
             raise RuntimeProgramError(f"top_p is {self.top_p!r}; it must be at most 1")
         if type(self.top_k) is not int or self.top_k < 0:

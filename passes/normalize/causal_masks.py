@@ -32,8 +32,8 @@ MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
 _EXAMPLES = 2
 """So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.alike_examples`)."""
-_SHORT = 8
-"""All lengths up to this are tried."""
+_ALL, _SHORT = 128, 16
+"""Of a sequence of at most so many positions, masks of all lengths are tried; of a longer one, so many of the shortest, and a few."""
 _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 """Operators that read a tensor's shape, and not its values."""
 
@@ -90,7 +90,8 @@ class Masks:
             yield length, self._lengths.setdefault(0, _Values(self.program))
             return
         longest = self.program.batch
-        for tried in sorted({*range(1, min(_SHORT, longest) + 1), longest // 2, longest - 1, longest} - {0}):
+        short = longest if longest <= _ALL else _SHORT
+        for tried in sorted({*range(1, min(short, longest) + 1), longest // 2, longest - 1, longest} - {0}):
             yield tried, self._lengths.setdefault(tried, _Values(self.program, tried))
 
 

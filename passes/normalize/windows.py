@@ -43,6 +43,10 @@ def use_windows(program: Program) -> Program:
             f"{program.name} can't generate: its forward must take sequences of any length, but it could be traced for those of "
             f"{program.batch} tokens alone{f' ({why}' if why else '.'}"
         )
+    if program.random_calls:
+        raise GraphparError(
+            f"{program.name} can't generate: it has dropout that is always on; leave it to module.training."
+        )
     graph = copied(program.graph)
     _only_logits(graph, program)
     remove_dead_code(graph)
@@ -62,7 +66,9 @@ def use_windows(program: Program) -> Program:
 
 def is_windowed(program: Program) -> bool:
     """Whether a program for generation has no attention without a cache."""
-    return program.mode != GENERATE or not any(_is_attention(node) for node in program.graph.nodes)
+    return program.mode != GENERATE or not any(
+        _is_attention(node) and any(map(_follows, node.all_input_nodes[:3])) for node in program.graph.nodes
+    )
 
 
 def _logits(program: Program) -> str:
@@ -155,6 +161,20 @@ def _factor(node: fx.Node, dim: int) -> int | None:
 # ---- positions -------------------------------------------------------------------------------------------------
 
 
+def check_rows(program: Program) -> None:
+    """Check that the rows of a batch, traced as such, are independent: prompts must not see each other.
+
+    Raises:
+        GraphparError: they are not.
+    """
+    reason = program.unsplittable or next((str(coupling) for coupling in program.couplings), None)
+    if reason is not None:
+        raise GraphparError(
+            f"{program.name} can't generate for several sequences at a time, since they would see each other: {reason}. Give an example of "
+            "one row."
+        )
+
+
 def _states(graph: fx.Graph, program: Program) -> dict[fx.Node, Any]:
     analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
     for node in graph.nodes:
@@ -233,6 +253,9 @@ def _check(program: Program) -> None:
             "Only causal attention may look at other positions."
         )
     results: Any = program.graph.output_node().args[0]
-    state = analysis.states[results[0]]
-    if not isinstance(state, Rows) or (state.outer, state.order, state.kind) != (1, None, "values"):
-        raise GraphparError(f"{program.name} can't generate: its output has not one row of logits for each position.")
+    state, value = analysis.states[results[0]], value_of(results[0])
+    rows = isinstance(state, Rows) and (state.dim, state.outer, state.order, state.kind) == (1, 1, None, "values")
+    if not rows or value.ndim != 3 or value.shape[0] != program.inputs[0].shape[0]:
+        raise GraphparError(
+            f"{program.name} can't generate: its output {program.outputs[0].name} is not logits [batch, positions, vocabulary]."
+        )

@@ -68,6 +68,10 @@ class Block(nn.Module):
             x = x.flip(1)
         elif self.mix == "length":
             x = x / steps
+        elif self.mix == "rows":
+            x = x - x.mean(0)
+        elif self.mix == "dropout":
+            x = F.dropout(x, 0.5)
         return x + self.mlp(x)
 
 
@@ -95,6 +99,8 @@ class Writer(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)
+        if self.positions == "last":
+            logits = logits.transpose(1, 2)
         return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
@@ -149,8 +155,17 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
             pipeline.generate([[]], 3)
         with pytest.raises(RuntimeProgramError, match="no option 'num_beams'"):
             pipeline.generate([[1]], 3, num_beams=2)
-        with pytest.raises(RuntimeProgramError, match="temperature is 0"):
-            pipeline.generate([[1]], 3, temperature=0)
+        for options, reason in (
+            ({"temperature": 0}, "temperature is 0"),
+            ({"do_sample": "no"}, "do_sample is 'no'"),
+            ({"eos_token_id": "7"}, "eos_token_id is '7'"),
+            ({"eos_token_id": VOCABULARY}, "eos_token_id is 50"),
+        ):
+            with pytest.raises(RuntimeProgramError, match=reason):
+                pipeline.generate([[1]], 3, **options)  # type: ignore[arg-type]
+        for wrong in ([1, 2], torch.ones(1, 2), torch.ones(2, 2, 2, dtype=torch.long)):
+            with pytest.raises(RuntimeProgramError, match="prompts"):
+                pipeline.generate(wrong, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +182,9 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
         ({"mix": "convolution"}, "size"),
         ({"mix": "shift"}, "size"),
         ({"mix": "length"}, "length"),
+        ({"mix": "rows"}, "they would see each other: .*mean mixes examples"),
+        ({"mix": "dropout"}, "always on"),
+        ({"positions": "last"}, r"logits \[batch, positions, vocabulary\]"),
     ],
     ids=str,
 )
