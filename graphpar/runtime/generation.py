@@ -134,11 +134,11 @@ class Generator:
             chosen = {**self.program.generation, **options}
             sampling = Sampling(**{name: chosen[name] for name in _CHOICE if name in chosen}, seed=seed)
             counts = self._counts(given, new_tokens if new_tokens is not None else chosen.get("max_new_tokens"))
-            ends = self._ends(chosen.get("eos_token_id", ()))
+            ends = self._ends(chosen.get("eos_token_id", ()), "eos_token_id" in options)
         return self.generate(given, counts, sampling, ends, show)
 
-    def _ends(self, given: Any) -> frozenset[int]:
-        """Return the tokens that end a sequence.
+    def _ends(self, given: Any, asked: bool) -> frozenset[int]:
+        """Return the tokens that end a sequence; those of the model's own config (not ``asked``) that it does not know never come.
 
         Raises:
             RuntimeProgramError: they are no token ids.
@@ -147,7 +147,7 @@ class Generator:
         below = self.program.inputs[0].below
         for token in tokens:
             known = type(token) is int and token >= 0 and (below is None or token < below)
-            if not known:
+            if not known and asked:
                 raise RuntimeProgramError(f"eos_token_id is {given!r}; it must be a token id of the model, or several")
         return frozenset(tokens)
 
