@@ -79,7 +79,8 @@ def search_plan(
         beside = planner_for(
             program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show
         ).search()
-        if beside.best is not None and beside.best.estimate.step_time_s < found.best.estimate.step_time_s:
+        inside = beside.best is not None and beside.best.candidate.mesh.tp <= cluster.devices_per_node
+        if inside and beside.best is not None and beside.best.estimate.step_time_s < found.best.estimate.step_time_s:
             pins, found = replace(pins, overlap_tp=beside.best.candidate.mesh.tp > 1), beside
     best = found.best
     assert best is not None

@@ -179,7 +179,7 @@ def _check(case: tuple[str, str, str]) -> None:
         passes = activations.passes(stage, ROWS)
         assert passes.kept == real.passes.kept == real.saved
         # Emitted code may run independent operators in another order, and so their backwards.
-        assert passes.backward == pytest.approx(real.passes.backward, rel=0.01)
+        assert passes.backward == pytest.approx(real.passes.backward, rel=0.025)
         assert passes.forward >= real.passes.forward  # emitted code may name two values alike, and drop the first
 
 
