@@ -158,7 +158,6 @@ def _on_ranks(module: ModuleType, function: Callable[[int], Made], count: int) -
         all_to_all_single=all_to_all,
         all_gather_into_tensor=all_gather,
         all_reduce=all_reduce,
-        all_reduce_=lambda x, operation, group: x.copy_(all_reduce(x, operation, group)),
         reduce_scatter_tensor=reduce_scatter,
     )
     replaced: dict[str, Any] = {"_done": lambda x: x, "_operators": operators, "_axes": {AXIS: ("", count, 0)}}

@@ -88,7 +88,7 @@ FAULTS = {
     "a sum left out": ("total.addmm_(gradient, weight)", "pass"),
     "a gather left out": ("lambda g: _done(_gathered(g.contiguous(), axis, 0))", "lambda g: g.repeat(2, 1, 1)"),
     "a scatter of the wrong dim": ("pieces = _pieces(x, dim, (), count)", "pieces = _pieces(x, dim, (), count).flip(0)"),
-    "a gradient that is not summed": ('return _operators.all_reduce_(x, "sum", group)', "return x"),
+    "a gradient that is not summed": ('return _operators.all_reduce(x, "sum", group)', "return x"),
 }  # fmt: skip
 
 
