@@ -55,7 +55,8 @@ def _compiled(case: Case) -> gp.Parts:
                 toy.build, toy.inputs(), loss_fn=toy.loss_fn, targets=toy.targets(), skip=skip, **toy.export
             )
         else:
-            program = architectures.program_of(name, skip=tuple(skip))
+            model, kwargs, loss_fn, targets = architectures._example(name)
+            program = gp.export(model, kwargs=kwargs, loss_fn=loss_fn, targets=targets, skip=skip)
     assert left_out not in program.idioms and not (left_out == "idioms" and program.idioms)
     pins = {"schedule": "GPipe"} if axis == "pp" else {}
     return gp.partition(program, gp.plan(program, mesh={axis: 2}, allow_batch_coupling=True, **pins))
