@@ -86,8 +86,10 @@ class Verification:
 
     def __repr__(self) -> str:
         errors = ", ".join(f"{kind} {error:.1e}" for kind, error in self.max_error.items())
+        found = f"largest errors: {errors}" if self.ran else "the program did not run to its end"
         verdict = "PASS" if self.ok else "FAIL"
-        return f"Verification({verdict} in {self.decided_in}, {self.devices} devices, {self.steps} steps, largest errors: {errors})"
+        problems = "".join(f"\n  {problem}" for problem in self.problems)
+        return f"Verification({verdict} in {self.decided_in}, {self.devices} devices, {self.steps} steps, {found}){problems}"
 
     @property
     def finite(self) -> bool:
