@@ -123,9 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
         )
         for model in options.models:
-            scores.append(score(model, cluster, options.rounds, options.patience, options.plans))
+            scores.append(made := score(model, cluster, options.rounds, options.patience, options.plans))
             _say(
-                f"{model} on {processes}: {len(scores[-1].rows)} plans, rank correlation {scores[-1].rank_correlation:.3f}"
+                f"{model} on {processes}: {len(made.rows)} plans, rank correlation {made.rank_correlation:.3f}, regret {made.regret:.3f}, "
+                f"{made.disturbed:.0%} disturbed; chosen {made.chosen}, fastest {made.best}"
             )
     if options.json:
         print(
