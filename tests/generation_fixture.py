@@ -36,8 +36,9 @@ def main(folder: str, *programs: str) -> None:
                 greedy = pipeline.generate(prompts, NEW, show=lambda number, token, to=shown: to[number].append(token))
                 assert shown == greedy
                 drawn = pipeline.generate(prompts, NEW, **DRAWN)
+                cache = pipeline.cache_bytes
                 one = pipeline.generate(torch.tensor([prompts[0]]), 4)
-                seen = {"greedy": greedy, "drawn": drawn, "one": one, "cache": pipeline.cache_bytes}
+                seen = {"greedy": greedy, "drawn": drawn, "one": one, "cache": cache}
                 (root / f"{program}-rank_{ranks.rank}.json").write_text(json.dumps(seen))
 
 

@@ -100,8 +100,9 @@ def generate_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     rows, length = program.inputs[0].shape_at(program.batch)
     degrees = {axis: degree for axis, degree in plan.mesh.degrees().items() if degree > 1}
     mesh = f" ({' x '.join(f'{axis}={degree}' for axis, degree in degrees.items())})" if degrees else ""
+    each = f" on each of {plan.mesh.replicas} replicas" if plan.mesh.replicas > 1 else ""
     title = (
-        f"Generate with {program.name} on {plural(devices, 'device')}{mesh}: {plural(rows, 'sequence')} at a time of up to {length} "
+        f"Generate with {program.name} on {plural(devices, 'device')}{mesh}: {plural(rows, 'sequence')} at a time{each} of up to {length} "
         "tokens, with their keys and values in a cache."
     )
     return _TEMPLATE.format(

@@ -414,10 +414,10 @@ def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any)
 
 def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
     """Describe an input; ``rows`` are those of the table in which it looks up."""
-    below, dim = {} if rows is None else {"below": rows}, entry.batch_dim
-    whole = plan.mode == GENERATE  # sequences, of as many positions as the cache has
-    shape = entry.shape if whole else entry.shape_at(plan.global_batch)
-    return _described(entry.name, shape, entry.dtype, batch_dim=None if whole else dim, role=entry.role, **below)
+    below, dim, shape = {} if rows is None else {"below": rows}, entry.batch_dim, entry.shape_at(plan.global_batch)
+    if plan.mode == GENERATE:  # sequences, of as many positions as the cache has
+        dim, shape = 0, (entry.shape[0] * plan.mesh.replicas, *entry.shape[1:])
+    return _described(entry.name, shape, entry.dtype, batch_dim=dim, role=entry.role, **below)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
     where = "" if predicted["cluster"] == data.get("cluster") else f" on {predicted['cluster']}"
     rate = ""
     if (generation := data.get("generation")) is not None:
-        made = generation["sequences"] * data["microbatches"] / predicted["step_time_s"]
+        made = generation["sequences"] * data["global_batch"] / predicted["step_time_s"]
         rate = f", {made:,.4g} tokens a second with a full cache"
     bubble = f" · bubble {share_text(predicted['bubble_fraction'])}" if data["mesh"]["pp"] > 1 else ""
     return (

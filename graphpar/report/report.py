@@ -146,7 +146,12 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     if (generation := data.get("generation")) is not None:
         groups = f"{count} groups of " if count > 1 else ""
         rows = plural(generation["sequences"], "sequence")
-        return "Plan", f"{mesh_text(data['mesh'])}   {groups}{rows}, up to {generation['length']:,} tokens{made_for}"
+        replicas = data["global_batch"] // count
+        each = f" on each of {replicas} replicas" if replicas > 1 else ""
+        return (
+            "Plan",
+            f"{mesh_text(data['mesh'])}   {groups}{rows}{each}, up to {generation['length']:,} tokens{made_for}",
+        )
     plan = f"{mesh_text(data['mesh'])}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
     return "Plan", plan
 

@@ -124,14 +124,19 @@ def is_whole(program: Manifest, name: str, value: Tensor) -> bool:
     return program.replicas > 1 and dim is not None and value.shape[dim] == program.input(name).shape[dim]
 
 
+def share_of(count: int, replicas: int, replica: int) -> range:
+    """Return which of ``count`` rows replica ``replica`` computes: those of all are equal in number, or differ by one."""
+    return range(replica * count // replicas, (replica + 1) * count // replicas)
+
+
 def own_rows(program: Manifest, name: str, value: Tensor, replica: int) -> Tensor:
     """Select the rows of an input that replica ``replica`` computes; ``value`` has them, or those of the whole batch."""
     if not is_whole(program, name, value):
         return value
     dim = program.input(name).batch_dim
     assert dim is not None
-    rows = value.shape[dim] // program.replicas
-    return value.narrow(dim, replica * rows, rows)
+    rows = share_of(value.shape[dim], program.replicas, replica)
+    return value.narrow(dim, rows.start, len(rows))
 
 
 def agree_on_batch(program: Manifest, batch: Mapping[str, Tensor], needed: Collection[str], replica: int) -> None:
@@ -245,9 +250,9 @@ class Feed:
         self._names = names
         self._count = count
         self._wanted = {*names, *(program.count_inputs if count is not None else ())}
-        rows, replica = program.global_batch // program.replicas, groups.replica
+        replica, rows = groups.replica, share_of(program.rows, program.replicas, groups.replica)
         given = tuple(spec.name for spec in program.inputs if spec.name in self._wanted and spec.role != "sample_keys")
-        self.part = Part(replica, program.replicas, slice(replica * rows, (replica + 1) * rows), given)
+        self.part = Part(replica, program.replicas, slice(rows.start, rows.stop), given)
         self._agreed = 0  # on how many batches at once
 
     def values(self, batches: Sequence[Mapping[str, Tensor]], step: int) -> Iterator[dict[str, Tensor]]:

@@ -7,6 +7,9 @@
 A group is as many sequences as the program computes at once. The first windows of a group are its prompts, up to the end of the shortest;
 from there on positions come one by one, and a longer prompt gives its own token where another sequence takes the chosen one. So no position
 is padding, whatever the lengths.
+
+Each replica takes its share of the prompts, and has as many groups in flight as the plan says; the next one begins where one ends. In the
+end replicas tell each other what they found.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpar.runtime.distributed import agreed
+from graphpar.runtime.axes import AXIS
+from graphpar.runtime.batches import share_of
+from graphpar.runtime.distributed import agreed, gather_objects, gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, TensorInterface
@@ -43,7 +48,7 @@ class _Group:
         numbers: which they are among all.
         prompts: how many tokens of each were given.
         limits: how many tokens each has in the end, at most.
-        caches: of each of this rank's stages.
+        caches: of each of this rank's stages, while it is in flight.
         position: how many positions the caches have.
         pending: the tokens that are on their way to this rank.
     """
@@ -52,7 +57,7 @@ class _Group:
     sequences: list[list[int]]
     prompts: list[int]
     limits: list[int]
-    caches: list[Any]
+    caches: list[Any] = field(default_factory=list)
     position: int = 0
     ended: list[bool] = field(default_factory=list)
     pending: tuple[dist.Work | None, Tensor] | None = None
@@ -65,6 +70,13 @@ class _Group:
     @property
     def done(self) -> bool:
         return all(self.ended)
+
+    @property
+    def found(self) -> dict[int, list[int]]:
+        """The new tokens of each sequence, by its number."""
+        return {
+            number: self.sequences[row][self.prompts[row] : self.limits[row]] for row, number in enumerate(self.numbers)
+        }
 
 
 class Generator:
@@ -81,9 +93,11 @@ class Generator:
     ) -> None:
         self.program, self.adapters, self.groups, self.device = program, adapters, groups, device
         self.tokens = program.inputs[0].name
-        self.rows, self.length = program.inputs[0].shape
+        sequences, self.length = program.inputs[0].shape
+        self.rows = sequences // program.replicas
         self._kv_cache = importlib.import_module(f"{package}.kv_cache")
         self._last = program.stages[-1].rank
+        self._placed = [axis for axis in program.placed if not AXIS[axis].replicas]
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self.cache_bytes = 0
         """Of the keys and values of a group of sequences, on this rank, the last time that tokens were generated."""
@@ -96,7 +110,11 @@ class Generator:
     # ---- whole sequences -------------------------------------------------------------------------------------------
 
     def logits(self, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Compute the logits of given tokens [rows, n], window after window: [rows, n, vocabulary], where the last stage is."""
+        """Compute the logits of this replica's tokens [rows, n], window after window.
+
+        Returns:
+            Those of all replicas' tokens [sequences, n, vocabulary], where the last stage is.
+        """
         tokens = values.get(self.tokens)
         if tokens is None:  # no stage of this rank takes them
             tokens = torch.zeros(self.rows, self.length, dtype=torch.int64, device=self.device)
@@ -107,7 +125,10 @@ class Generator:
             if made is not None:
                 parts.append(made)
         self._wait()
-        return {self.program.outputs[0].name: torch.cat(parts, 1)} if parts else None
+        if not parts:
+            return None
+        found, replicas = torch.cat(parts, 1), self.groups["batch"]
+        return {self.program.outputs[0].name: found if replicas is None else torch.cat(gather_tensors(found, replicas))}
 
     def _caches(self) -> list[Any]:
         return [self._kv_cache.KeyValueCache() for _ in self.adapters]
@@ -188,10 +209,16 @@ class Generator:
         """Return the tokens that follow each prompt, at most ``new_tokens``, up to and with one of ``ends``; on every rank the same.
 
         Args:
-            show: called on every rank with the number of a sequence and its next token.
+            show: called on every rank with the number of a sequence and its next token: as it is chosen, or in the end, of other replicas.
         """
-        found = self._groups(prompts, new_tokens)
-        while left := [group for group in found if not group.done]:
+        waiting = self._groups(prompts, new_tokens)
+        left: list[_Group] = []
+        own: dict[int, list[int]] = {}
+        self.cache_bytes = 0
+        while waiting or left:
+            while waiting and len(left) < self.program.microbatches:
+                left.append(waiting.pop(0))
+                left[-1].caches = self._caches()
             for group in left:
                 window = group.window
                 given = [sequence[group.position : group.position + window] for sequence in group.sequences]
@@ -200,26 +227,40 @@ class Generator:
                 self._choose(group, made, sampling)
             for group in left:
                 self._take(group, ends, show)
+            for group in left:
+                self.cache_bytes = max(self.cache_bytes, sum(cache.nbytes for cache in group.caches))
+                own |= group.found if group.done else {}
+            left = [group for group in left if not group.done]
         self._wait()
-        self.cache_bytes = max(sum(cache.nbytes for cache in group.caches) for group in found)
-        results: dict[int, list[int]] = {}
-        for group in found:
-            for row, number in enumerate(group.numbers):
-                results[number] = group.sequences[row][group.prompts[row] : group.limits[row]]
-        return [results[number] for number in range(len(prompts))]
+        return self._of_all_replicas(own, len(prompts), show)
+
+    def _of_all_replicas(
+        self, own: Mapping[int, list[int]], prompts: int, show: Callable[[int, int], None] | None
+    ) -> list[list[int]]:
+        """Return the new tokens of every sequence; ``show`` those that other replicas chose."""
+        replicas = self.groups["batch"]
+        found = dict(own)
+        for others in [] if replicas is None else gather_objects(own, replicas):
+            found |= others
+        if show is not None:
+            for number in sorted(set(found) - set(own)):
+                for token in found[number]:
+                    show(number, token)
+        return [found[number] for number in range(prompts)]
 
     def _groups(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[_Group]:
-        """Divide sequences into groups, the last filled up with copies of its first."""
+        """Divide this replica's share of the sequences into groups, the last filled up with copies of its first."""
         groups = []
-        for first in range(0, len(prompts), self.rows):
-            numbers = list(range(first, min(first + self.rows, len(prompts))))
+        share = share_of(len(prompts), self.program.replicas, self.groups.replica)
+        for first in share[:: self.rows]:
+            numbers = list(range(first, min(first + self.rows, share.stop)))
             filled = numbers + [first] * (self.rows - len(numbers))
             sequences = [list(prompts[number]) for number in filled]
             limits = [len(prompts[number]) + new_tokens[number] for number in filled]
             ended = [len(sequence) >= limit for sequence, limit in zip(sequences, limits)]
             ended[len(numbers) :] = [True] * (self.rows - len(numbers))
             lengths = list(map(len, sequences))
-            groups.append(_Group(numbers, sequences, lengths, limits, self._caches(), ended=ended))
+            groups.append(_Group(numbers, sequences, lengths, limits, ended=ended))
         return groups
 
     def _choose(self, group: _Group, logits: Tensor | None, sampling: Sampling) -> None:
@@ -232,7 +273,7 @@ class Generator:
         known = [sequence[: group.position] for sequence in group.sequences]
         numbers = (group.numbers + group.numbers[:1] * self.rows)[: self.rows]
         tokens = sampling.tokens(logits[:, -1], known, numbers)
-        for axis in self.program.placed:
+        for axis in self._placed:
             if (ranks := self.groups[axis]) is not None:
                 dist.broadcast(tokens, src=dist.get_global_rank(ranks, 0), group=ranks)
         for rank in range(self.program.pp):

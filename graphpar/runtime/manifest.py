@@ -19,7 +19,7 @@ import torch
 from graphpar.runtime.axes import AXES, AXIS, OFFLOADS, PREFETCH, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
-from graphpar.runtime.modes import MODES
+from graphpar.runtime.modes import GENERATE, MODES
 from graphpar.runtime.plan_record import (
     DTYPES,
     Adapter,
@@ -187,6 +187,11 @@ class Manifest:
     def replicas(self) -> int:
         """How many replicas of the pipeline there are, each with its own rows of the batch."""
         return math.prod(self.mesh.get(axis, 1) for axis in REPLICAS)
+
+    @property
+    def rows(self) -> int:
+        """How many rows a whole batch has: of a program for generation the sequences that all replicas compute at once."""
+        return self.inputs[0].shape[0] if self.mode == GENERATE else self.global_batch
 
     @property
     def shards(self) -> int:
@@ -425,7 +430,7 @@ def _check(plan: Manifest, where: str) -> None:
     for spec in plan.inputs:
         if spec.role not in ROLES:
             broken.append(f"the role of input {spec.name!r} is {spec.role!r}, not one of {', '.join(ROLES)}")
-        pieces = plan.microbatches * plan.replicas
+        pieces = plan.replicas * (1 if plan.mode == GENERATE else plan.microbatches)
         if spec.batch_dim is not None and not 0 <= spec.batch_dim < len(spec.shape):
             broken.append(f"input {spec.name!r} has the shape {list(spec.shape)}, so no dim {spec.batch_dim}")
         elif spec.batch_dim is not None and pieces and spec.shape[spec.batch_dim] % pieces:

@@ -426,9 +426,10 @@ class _Stage:
         """Return a microbatch of an input on a rank: its own rows, whole otherwise."""
         shape, kinds = list(spec.shape), self._everywhere()
         if self.program.mode == GENERATE:
-            shape[1] = self.program.microbatch_size  # positions of a window
+            shape = [shape[0] // self.program.replicas, self.program.microbatch_size]  # positions of a window
         elif spec.batch_dim is not None:
             shape[spec.batch_dim] = self.program.microbatch_size
+        if spec.batch_dim is not None:
             kinds |= {axis: spmd.V for axis in REPLICAS if axis in self.axes}
         return self._new(torch.ones(shape, dtype=spec.dtype, device=device), kinds)
 

@@ -148,13 +148,14 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
     """Run the reference of ``parts``' model; it can be shared by several plans of the same global batch."""
     assert parts.program.source is not None
     coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
+    manifest = load_manifest(parts.folder)
     return run_reference(
         parts.program.source,
         parts.plan,
-        parts.program.inputs,
+        _inputs_of(parts, manifest),
         steps,
         microbatched=coupled,
-        counted=load_manifest(parts.folder).count_inputs,
+        counted=manifest.count_inputs,
     )
 
 
@@ -170,18 +171,16 @@ def _subject(
 ) -> _Subject:
     """Return the program with its reference: ``known``, one in ``shared`` for the same model and batch, or a new one."""
     if isinstance(program, Parts):
-        folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
+        folder, plan, source = program.folder, program.plan, program.program.source
         coupled = bool(program.program.couplings)
-        counted = load_manifest(folder).count_inputs
+        manifest = load_manifest(folder)
     else:
         folder = Path(program)
         manifest, plan = load_manifest(folder), Plan.load(folder)
         check_files(manifest)
         source = None if known is not None else _source_of(folder, manifest, plan)
-        inputs = tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
-        coupled, counted = plan.allow_batch_coupling, manifest.count_inputs
-    if plan.mode == GENERATE:  # whole sequences
-        inputs = tuple(replace(entry, batch_dim=0) for entry in inputs)
+        coupled = plan.allow_batch_coupling
+    inputs, counted = _inputs_of(program, manifest), manifest.count_inputs
     if known is not None:
         return _Subject(folder, plan, known)
     if source is None:
@@ -196,6 +195,13 @@ def _subject(
             source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward
         )
     return _Subject(folder, plan, shared[key])
+
+
+def _inputs_of(program: Parts | str | Path, manifest: Manifest) -> tuple[Input, ...]:
+    """Return the inputs of a batch, of a program for generation whole sequences."""
+    if isinstance(program, Parts) and manifest.mode != GENERATE:
+        return program.program.inputs
+    return tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
 
 
 def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:

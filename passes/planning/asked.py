@@ -195,8 +195,7 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
         show: is called with what a search is at.
     """
     if program.mode == GENERATE:
-        groups = asked.mesh.get("pp") or (1 if asked.complete else asked.size)
-        pins, mesh = pins_of_generation(asked.pins, asked.mesh, groups)
+        pins, mesh = pins_of_generation(asked.pins, asked.mesh, asked.size)
         asked = replace(asked, pins=pins, mesh=mesh)
     precision = _precision(program, asked.pins.dtype)
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)

@@ -102,7 +102,13 @@ def check(cases: list[tuple[str, dict[str, int], int]], ranks: int, folder: Path
 
 
 def test_tokens_are_those_of_transformers(pool: RankPool, tmp_path: Path) -> None:
-    check([("gpt2", {"tp": 2}, 2), ("llama", {"pp": 2}, 4), ("mixtral", {"ep": 2}, 3)], 2, tmp_path, pool)
+    replicas: dict[str, int] = {"dp_replicate": 2}
+    cases: list[tuple[str, dict[str, int], int]] = [
+        ("gpt2", {"tp": 2}, 2),
+        ("llama", {"pp": 2}, 4),
+        ("llama", replicas, 2),
+    ]
+    check([*cases, ("mixtral", {"ep": 2}, 3)], 2, tmp_path, pool)
 
 
 @pytest.mark.slow
@@ -114,7 +120,9 @@ def test_on_more_ranks(pool: RankPool, tmp_path: Path) -> None:
         for mesh, rows in zip(meshes, (2, 1, 4))
         if (name, mesh) != ("llama", meshes[2])
     ]
-    check([*cases, ("mixtral", {"pp": 2, "ep": 2}, 2)], 4, tmp_path, pool)
+    replicas = [("gpt2", {"dp_replicate": 2, "tp": 2}, 2), ("mixtral", {"dp_replicate": 2, "pp": 2}, 1)]
+    many = ("llama", {"dp_replicate": 4}, 1)
+    check([*cases, *replicas, many, ("mixtral", {"pp": 2, "ep": 2}, 2)], 4, tmp_path, pool)
 
 
 @pytest.mark.slow
