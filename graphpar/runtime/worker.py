@@ -28,17 +28,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphpar.runtime.distributed import Ranks, lost_peer, start
+from graphpar.runtime.distributed import Ranks, agreed, lost_peer, start
 from graphpar.runtime.double import in_double
-from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
+from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError, root_cause
 from graphpar.runtime.fully_sharded import padded
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.modes import TRAIN
+from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.pipeline import Pipeline
 from graphpar.runtime.weights import WeightFile, write_tensors
 
 GROUP_TIMEOUT_S = 120.0
 """How long a rank waits for another before it gives up."""
+GENERATED = 8
+"""How many tokens follow each prompt where generation is checked."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,48 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
             for step in range(job["steps"]):
                 outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
                 results.keep(f"output_{step}", {f"output/{step}/{name}": value for name, value in outputs.items()})
+            if pipeline.program.mode == GENERATE:
+                _check_generated(pipeline, load_file(job["batches"][job["steps"] - 1]))
             return
         _train(pipeline, job, results)
         results.keep("state", _state(pipeline))
     results.report["whole_backward_stages"] = pipeline.whole_backward_stages
+
+
+def _check_generated(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
+    """Continue prompts of several lengths, and check that each new token is the likeliest by the logits of the whole sequence.
+
+    Raises:
+        AgreedError: one is not, by more than rounding.
+    """
+    ((name, tokens),) = batch.items()
+    tokens = tokens.clone()
+    half = tokens.size(1) // 2
+    prompts = [row[: max(1, half - number % 3)].tolist() for number, row in enumerate(tokens)]
+    found = pipeline.generate(prompts, min(GENERATED, half), do_sample=False, repetition_penalty=1.0)
+    for row, prompt, new in zip(tokens, prompts, found):
+        row[len(prompt) : len(prompt) + len(new)] = torch.tensor(new)
+    outputs = pipeline.infer({name: tokens})
+    with agreed():
+        for logits in (outputs or {}).values():
+            for number, (prompt, new) in enumerate(zip(prompts, found)):
+                _check_likeliest(logits[number, len(prompt) - 1 :][: len(new)], new, f"sequence {number}", len(prompt))
+
+
+def _check_likeliest(logits: Tensor, tokens: Sequence[int], sequence: str, first: int) -> None:
+    """Check that tokens are the likeliest by their logits [n, vocabulary], but for rounding.
+
+    Raises:
+        RuntimeProgramError: one is not.
+    """
+    chosen = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+    below = logits.amax(-1) - logits.gather(-1, chosen).squeeze(-1)
+    place = int(below.argmax())
+    if not float(below[place]) <= torch.finfo(logits.dtype).eps ** 0.5 * float(logits.abs().max()):
+        raise RuntimeProgramError(
+            f"after {first + place} tokens of {sequence} the program chose token {tokens[place]}, whose logit is "
+            f"{float(below[place]):.3g} below that of the likeliest"
+        )
 
 
 def _train(pipeline: Pipeline, job: dict[str, Any], results: _Results) -> None:

@@ -445,7 +445,8 @@ class _Stage:
         for spec, value in zip(self.program.outputs, outputs):
             for axis, kind in kinds_of(value, self.axes).items():
                 if axis in REPLICAS:
-                    fits = kind in (spmd.V, spmd.P) if train else kind is not spmd.P
+                    own = kind is spmd.I and spec.batch_dim is not None  # a sum over replicas, in place of rows
+                    fits = kind in (spmd.V, spmd.P) if train else not (own or kind is spmd.P)
                     wanted = "a share of each replica" if train else "rows of each replica"
                 else:
                     fits = kind is spmd.I or (kind is spmd.R and not value.requires_grad)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from transformers import (
 
 import graphpar as gp
 from graphpar.parts import untied
+from graphpar.verification import reference_for, verify_all
+from graphpar.verification.type_check import check_folder
 from tests import generation_fixture
 from tests.generation_fixture import NEW
 from tests.rank_pool import RankPool
@@ -109,6 +113,62 @@ def test_tokens_are_those_of_transformers(pool: RankPool, tmp_path: Path) -> Non
         ("llama", replicas, 2),
     ]
     check([*cases, ("mixtral", {"ep": 2}, 3)], 2, tmp_path, pool)
+
+
+WRONG_PROMPTS = """
+import sys
+from graphpar.runtime.generation import Generator
+_honest = Generator._groups
+
+
+def _shifted(self, prompts, new_tokens):
+    wrong = self._kv_cache is sys.modules[__name__] and self.groups.replica == 1
+    return _honest(self, [*prompts[1:], prompts[0]] if wrong else prompts, new_tokens)
+
+
+Generator._groups = _shifted
+"""
+"""Emitted code with a fault: the second replica continues the prompts after its own."""
+
+
+def edited(folder: Path, to: Path, file: str, change: Callable[[str], str]) -> Path:
+    """Return a copy of a program with a fault."""
+    text = (shutil.copytree(folder, to) / file).read_text()
+    assert change(text) != text
+    (to / file).write_text(change(text))
+    return to
+
+
+def test_a_replica_that_takes_the_wrong_prompts_is_found(pool: RankPool, tmp_path: Path) -> None:
+    program = program_of("gpt2", 2)
+    parts = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))
+    honest, reference = parts.save(tmp_path / "honest"), reference_for(parts, 2)
+    wrong = edited(honest, tmp_path / "prompts", "kv_cache.py", lambda text: text + WRONG_PROMPTS)
+    rolled = "        input_ids = input_ids.roll(torch.distributed.get_rank(), 0)\n"
+    rows = edited(
+        honest,
+        tmp_path / "rows",
+        "stage_0.py",
+        lambda text: re.sub(r"(def forward\(.*\n)", rf"\1{rolled}", text, count=1),
+    )
+    good, prompts, shifted = verify_all([honest, wrong, rows], steps=2, references=[reference] * 3)
+
+    assert good.ok, str(good)
+    assert "the program chose token" in str(prompts.problems), str(prompts)
+    assert not shifted.ok and shifted.max_error["output"] > 0.1, str(shifted)
+
+
+def test_check_of_replicas_finds_rows_that_are_summed(tmp_path: Path) -> None:
+    program = program_of("gpt2", 2)
+    folder = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2, "tp": 2})).save(tmp_path / "honest")
+    summed = edited(
+        folder, tmp_path / "summed", "stage_0.py",
+        lambda text: re.sub(r"return (.*?)(  +#)", r'return all_reduce(\1, "dp_replicate")\2', text),
+    )  # fmt: skip
+    result = check_folder(summed)
+
+    assert check_folder(folder).ok
+    assert "as I on dp_replicate, but it must be rows of each replica" in str(result.problems), result
 
 
 @pytest.mark.slow
