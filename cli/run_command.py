@@ -13,11 +13,13 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli import generation_options
 from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
+from graphpar.cli.generation_options import checked
 from graphpar.cli.output import Result, program_folder, progress, steps_shown
 from graphpar.errors import GraphparError
 from graphpar.runtime.modes import GENERATE, SCRIPTS, STEPS
@@ -29,41 +31,13 @@ if TYPE_CHECKING:
     from graphpar.runtime.manifest import Manifest
 
 
-_CHOICE = {
-    "temperature": "of the distribution that tokens are drawn from",
-    "top-k": "draw from the so many likeliest tokens; 0: from all",
-    "top-p": "draw from the likeliest tokens that have this share together",
-    "repetition-penalty": "what makes tokens that a text has already less likely, above 1",
-    "seed": "of what is drawn (default: 0)",
-}
-
-
 def add_parser(commands: Commands) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser("run", help="run an emitted program on this machine (torchrun)")
     add_program(parser)
     parser.add_argument("--steps", type=count, help="optimizer steps (default: 10)")
     parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
-    texts = parser.add_argument_group("of a program for generation (--mode generate)")
-    texts.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a text to continue; may be given several times"
-    )
-    texts.add_argument("--tokens", action="append", metavar="IDS", help="the same as token ids: 15,3,8")
-    texts.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer.json for --prompt (default: that beside the model file)"
-    )
-    texts.add_argument("--max-new-tokens", type=count, metavar="N", help="tokens to add to each prompt")
-    texts.add_argument(
-        "--sample",
-        action=argparse.BooleanOptionalAction,
-        help="draw tokens, or take the likeliest",
-    )
-    for name in ("temperature", "top-k", "top-p", "repetition-penalty", "seed"):
-        texts.add_argument(f"--{name}", metavar="X", help=_CHOICE[name])
-    texts.add_argument("--weights", metavar="FILE", help="safetensors file or folder (default: weights/ in OUT)")
-    texts.add_argument(
-        "--checkpoint", metavar="FOLDER", help="take the weights of a checkpoint of training, under any plan"
-    )
+    generation_options.add_options(parser)
     parser.add_argument("--timeout", type=seconds, default=3600, help="seconds until it is ended (default: 3600)")
     add_json(parser)
 
@@ -71,24 +45,22 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Run the program's script on local processes."""
     data = launch(
-        program_folder(options.out), options.steps, options.timeout, compile=options.compile, asked=_asked(options)
+        program_folder(options.out),
+        options.steps,
+        options.timeout,
+        compile=options.compile,
+        asked=generation_options.given(options),
     )
     return Result(data, lambda console: show(data, console))
 
 
-def _asked(options: argparse.Namespace) -> list[str]:
-    """Return the options of ``generate.py`` that were given."""
-    found = []
-    for name in ("prompt", "tokens"):
-        found += [f"--{name}={value}" for value in getattr(options, name) or ()]
-    for name in ("tokenizer", "max-new-tokens", *_CHOICE, "weights", "checkpoint"):
-        value = getattr(options, name.replace("-", "_"))
-        found += [] if value is None else [f"--{name}={value}"]
-    return found + ([] if options.sample is None else ["--sample" if options.sample else "--no-sample"])
-
-
 def launch(
-    folder: Path, steps: int | None = None, timeout_s: float = 3600, *, compile: bool = False, asked: Sequence[str] = ()
+    folder: Path,
+    steps: int | None = None,
+    timeout_s: float = 3600,
+    *,
+    compile: bool = False,
+    asked: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
@@ -97,7 +69,7 @@ def launch(
     Args:
         steps: 10 by default.
         compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
-        asked: options of ``generate.py``, for a program for generation.
+        asked: options of a program for generation, by name.
     """
     import torch
 
@@ -112,7 +84,7 @@ def launch(
     generates = program.mode == GENERATE
     if asked and not generates:
         raise GraphparError(
-            f"{asked[0].partition('=')[0]} is for programs compiled with --mode generate; this one is for {program.mode}."
+            f"--{next(iter(asked))} is for programs compiled with --mode generate; this one is for {program.mode}."
         )
     if generates and (steps is not None or compile):
         raise GraphparError(
@@ -123,12 +95,14 @@ def launch(
     if not script.is_file():
         raise GraphparError(f"{folder} has no {script.name}; compile the model again.")
     check_files(program)
+    asked = checked(dict(asked or {}), folder, program) if generates else {}
     if compile:
         check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
     devices = program.world_size
     with reading_report(folder / "plan.json"):
         predicted = prediction(plan, devices)
-    prepare(folder, program)
+    if not {"weights", "checkpoint"} & set(asked):
+        prepare(folder, program)
 
     print(
         f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n",
@@ -138,7 +112,7 @@ def launch(
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history), *(["--compile"] if compile else [])]
         if generates:
-            arguments = ["--json", str(history), *_with_tokenizer(asked, folder, program)]
+            arguments = ["--json", str(history), *generation_options.script_arguments(asked)]
         elif (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:
@@ -162,32 +136,11 @@ def launch(
         "predicted": predicted,
     }
     if generates:
-        return {**data, **dict(written)}
+        return {**data, **dict(written)}  # its seconds are those of generation
     if isinstance(written, dict):  # inference: the outputs' shapes
         return {**data, "outputs": written}
     names = {"loss": "loss", "gradient_norm": "gradient_norm", "seconds": "step_seconds"}
     return {**data, **{key: [record.get(name) for record in written] for name, key in names.items()}}
-
-
-def _with_tokenizer(asked: Sequence[str], folder: Path, program: Manifest) -> list[str]:
-    """Add the tokenizer beside the model file, where texts need one and none is named."""
-    from graphpar.frontend.modelfile import find_model_file
-
-    if not any(option.startswith(("--prompt=", "--tokens=")) for option in asked):
-        raise GraphparError("There is nothing to continue: give --prompt TEXT or --tokens IDS.")
-    named = any(option.startswith("--tokenizer=") for option in asked)
-    if named or not any(option.startswith("--prompt=") for option in asked):
-        return list(asked)
-    places = [folder]
-    if program.model_file:
-        places += [Path(find_model_file(folder, program.model_file)).parent]
-    found = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None)
-    if found is None:
-        raise GraphparError(
-            f"--prompt needs a tokenizer: there is no tokenizer.json in {' or '.join(map(str, places))}. Name one with --tokenizer, or "
-            "give token ids with --tokens."
-        )
-    return [*asked, f"--tokenizer={found}"]
 
 
 # ---- the prediction --------------------------------------------------------------------------------------------

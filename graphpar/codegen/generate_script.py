@@ -50,8 +50,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top-p", type=positive)
     parser.add_argument("--repetition-penalty", type=positive)
     parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
-    parser.add_argument("--checkpoint", type=input_file, help="a checkpoint of training, under any plan, for the weights")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
+    weights.add_argument("--checkpoint", type=input_file, help="a checkpoint of training, under any plan, for the weights")
     parser.add_argument("--json", type=output_file, help="where to write the tokens and texts")
     parser.add_argument("--timeout", type=number, default=600, help="seconds that a rank waits for another")
     return parsed(parser)
@@ -81,7 +82,8 @@ def main() -> None:
         made = sum(map(len, found))
         print(f"{{made}} tokens in {{seconds:.3f}} s, {{made / seconds:.1f}} a second", flush=True)
         if args.json:
-            args.json.write_text(json.dumps({{"tokens": found, "texts": words, "seconds": seconds}}))
+            figures = {{"seconds": seconds, "tokens_per_second": made / seconds}}
+            args.json.write_text(json.dumps({{"prompts": prompts, "tokens": found, "texts": words, **figures}}))
 
 
 if __name__ == "__main__":

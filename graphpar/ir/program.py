@@ -347,14 +347,21 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
-    """Return for each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed."""
+    """Return for each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed.
+
+    Raises:
+        GraphparError: a size depends on the batch in another way; the message names the operator and its line.
+    """
     known = node.meta.get("batch_coefficients")
     if known is not None:
         return tuple(known)
     value = value_of(node)
     if not isinstance(value, Tensor):
         return ()
-    return tuple(size_coefficient(size) for size in value.shape)
+    try:
+        return tuple(size_coefficient(size) for size in value.shape)
+    except GraphparError as error:
+        raise GraphparError(f"{operator_name(node)}{where(node)}: {error}") from None
 
 
 def size_coefficient(size: Any) -> int | None:

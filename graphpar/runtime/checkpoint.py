@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -32,9 +32,10 @@ from graphpar.runtime.checkpoint_folders import FORMAT, LATEST, PLAN, begin, bes
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.loss_scale import LossScale
+from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions, may_become
 from graphpar.runtime.stored_boxes import SavePlanner, check_entries, read_entries, read_metadata, tensors_of
-from graphpar.runtime.weights import listed
+from graphpar.runtime.weights import listed, whole_shape
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,28 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
             state.shards.loaded()
     progress = Progress(record["seed"], record["steps_done"], LossScale(**record["loss_scale"]))
     return Checkpoint(record["step"], record["data"], folder), progress
+
+
+def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> None:
+    """Check the names and shapes of the weights in a checkpoint against all stages of a program, without a rank.
+
+    Raises:
+        RuntimeProgramError: there is no whole checkpoint, or it is of another model.
+    """
+    folder = find(path)
+    record, sizes = read_record(folder), tensors_of(read_metadata(folder))
+    saved = {key[1]: shape for key, (shape, _) in sizes.items() if key[:1] == MODEL}
+    held = {name: tensor for stage in stages for name, tensor in stage.state_dict(keep_vars=True).items()}
+    check_names(folder, held, set(saved), record["ties"], "the program")
+    found = {name: saved[_saved_name(name, set(saved), record["ties"]) or name] for name in held}
+    shapes = {name: whole_shape(program, name, tensor) for name, tensor in held.items()}
+    wrong = [
+        f"{name} (expected {list(shape)}, found {list(found[name])})"
+        for name, shape in shapes.items()
+        if tuple(found[name]) != shape
+    ]
+    if wrong:
+        raise RuntimeProgramError(f"{folder} has values of other shapes: {listed(wrong)}")
 
 
 def _matched(

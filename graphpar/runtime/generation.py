@@ -26,18 +26,14 @@ from torch import Tensor
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.batches import share_of
 from graphpar.runtime.distributed import agreed, gather_objects, gather_tensors
-from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, TensorInterface
+from graphpar.runtime.prompts import requested
 from graphpar.runtime.sampling import Sampling
 from graphpar.runtime.stages import StageAdapter, keywords
 
 TOKENS = 2048
 """Of a window, all sequences together: a long prompt goes through the stages in windows of at most so many."""
-
-
-_CHOICE = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""What :class:`~graphpar.runtime.sampling.Sampling` takes from a call or from the model."""
 
 
 @dataclass
@@ -146,55 +142,8 @@ class Generator:
     ) -> list[list[int]]:
         """Check what :meth:`graphpar.runtime.pipeline.Pipeline.generate` was asked, and do it."""
         with agreed():
-            given = as_prompts(prompts, mask)
-            options = {name: value for name, value in choice.items() if value is not None}
-            if unknown := sorted(set(options) - {*_CHOICE, "eos_token_id"}):
-                raise RuntimeProgramError(
-                    f"generate has no option {unknown[0]!r}; there are {', '.join((*_CHOICE, 'eos_token_id'))}"
-                )
-            chosen = {**self.program.generation, **options}
-            sampling = Sampling(**{name: chosen[name] for name in _CHOICE if name in chosen}, seed=seed)
-            counts = self._counts(given, new_tokens if new_tokens is not None else chosen.get("max_new_tokens"))
-            ends = self._ends(chosen.get("eos_token_id", ()), "eos_token_id" in options)
-        return self.generate(given, counts, sampling, ends, show)
-
-    def _ends(self, given: Any, asked: bool) -> frozenset[int]:
-        """Return the tokens that end a sequence; those of the model's own config (not ``asked``) that it does not know never come.
-
-        Raises:
-            RuntimeProgramError: they are no token ids.
-        """
-        tokens = [given] if isinstance(given, int) or not isinstance(given, Sequence | set | frozenset) else list(given)
-        below = self.program.inputs[0].below
-        for token in tokens:
-            known = type(token) is int and token >= 0 and (below is None or token < below)
-            if not known and asked:
-                raise RuntimeProgramError(f"eos_token_id is {given!r}; it must be a token id of the model, or several")
-        return frozenset(tokens)
-
-    def _counts(self, prompts: Sequence[Sequence[int]], new_tokens: int | None) -> list[int]:
-        """Return how many tokens follow each prompt.
-
-        Raises:
-            RuntimeProgramError: the cache has no room for them, or a prompt has ids that the model does not know.
-        """
-        if new_tokens is not None and (type(new_tokens) is not int or new_tokens < 1):
-            raise RuntimeProgramError(f"max_new_tokens is {new_tokens!r}; it must be a whole number of at least 1")
-        below = self.program.inputs[0].below
-        for number, prompt in enumerate(prompts):
-            strange = [token for token in prompt if token < 0 or (below is not None and token >= below)]
-            if strange:
-                raise RuntimeProgramError(
-                    f"prompt {number} has the token {strange[0]}; the model knows {below} tokens, from 0"
-                )
-            needed = len(prompt) + (new_tokens or 1) - 1
-            if needed > self.length:
-                more = f" and {new_tokens} new ones need {needed} positions" if new_tokens else ""
-                raise RuntimeProgramError(
-                    f"prompt {number} has {len(prompt)} tokens{more}, but the program's cache has room for {self.length}, the length "
-                    "of the example that it was compiled with"
-                )
-        return [new_tokens or self.length + 1 - len(prompt) for prompt in prompts]
+            asked = requested(self.program, prompts, new_tokens, mask, seed, choice)
+        return self.generate(asked.prompts, asked.new_tokens, asked.sampling, asked.ends, show)
 
     # ---- generation: rounds --------------------------------------------------------------------------------------
 
@@ -370,42 +319,3 @@ def _windows(length: int, widest: int) -> list[int]:
     while sum(found) < length:
         found.append(min(widest, length - sum(found)))
     return found
-
-
-def as_prompts(prompts: Sequence[Sequence[int]] | Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Return the tokens of each prompt, without those that ``mask`` [prompts, positions] hides on the left or on the right.
-
-    Raises:
-        RuntimeProgramError: a prompt is empty or no sequence of token ids, or the mask has holes.
-    """
-    if mask is not None:
-        tokens = torch.as_tensor(prompts)
-        if tokens.ndim != 2 or mask.shape != tokens.shape:
-            raise RuntimeProgramError("attention_mask must have the shape of the prompts, [prompts, positions]")
-        for number, row in enumerate(mask.bool()):
-            places = row.nonzero().flatten()
-            if len(places) and int(places[-1] - places[0]) + 1 != len(places):
-                raise RuntimeProgramError(
-                    f"attention_mask hides tokens in the middle of prompt {number}; padding stands at one end"
-                )
-        found = [row[shown].tolist() for row, shown in zip(tokens, mask.bool())]
-    else:
-        if isinstance(prompts, Tensor):
-            if prompts.ndim != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
-                raise RuntimeProgramError("a tensor of prompts must hold token ids, whole numbers [prompts, positions]")
-            prompts = prompts.tolist()
-        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, Sequence) for prompt in prompts):
-            raise RuntimeProgramError("prompts must be a list of lists of token ids, or a tensor [prompts, positions]")
-        found = [list(map(_token, prompt)) for prompt in prompts]
-    if not found or not all(isinstance(prompt, list) for prompt in found):
-        raise RuntimeProgramError("prompts must be a list of lists of token ids, or a tensor [prompts, positions]")
-    for number, prompt in enumerate(found):
-        if not prompt:
-            raise RuntimeProgramError(f"prompt {number} is empty; give it a token, such as the one that begins a text")
-    return found
-
-
-def _token(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RuntimeProgramError(f"a prompt has {value!r}; prompts are lists of token ids")
-    return value

@@ -220,6 +220,21 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
         _copy(wanted, found, file, program, place)
 
 
+def check_file(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> None:
+    """Check the names and shapes of a weight file against all stages of a program, which need no values; nothing is read into them.
+
+    Raises:
+        RuntimeProgramError: it is no weight file, or one of another model.
+    """
+    held = {name: tensor for stage in stages for name, tensor in stage.state_dict(keep_vars=True).items()}
+    check_names(path, held, program)
+    tied = names_by_tie(program.ties)
+    with WeightFile(path) as file:
+        wanted = without_adapters(held, path, program)
+        keys = {name: next(other for other in _known_as(name, program, tied) if other in file) for name in wanted}
+        _check_shapes({name: held[name] for name in wanted}, keys, file, program)
+
+
 def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapping[str, int]) -> None:
     """Copy a stage's non-persistent buffers from ``constants.safetensors``, sharded for ``place``."""
     wanted = non_persistent_buffers(module)
@@ -262,6 +277,12 @@ def _copy(
     place: Mapping[str, int],
 ) -> None:
     """Fill each target with its shard of the tensor ``keys[name]``; one whole tensor is in memory at a time."""
+    _check_shapes(targets, keys, file, program)
+    for name, target in targets.items():
+        fill(target, file[keys[name]], name, program, place)
+
+
+def _check_shapes(targets: Mapping[str, Tensor], keys: Mapping[str, str], file: WeightFile, program: Manifest) -> None:
     shapes = {name: whole_shape(program, name, target) for name, target in targets.items()}
     wrong = [
         f"{name} (expected {shape}, found {file.shape(keys[name])})"
@@ -270,8 +291,6 @@ def _copy(
     ]
     if wrong:
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {listed(wrong)}")
-    for name, target in targets.items():
-        fill(target, file[keys[name]], name, program, place)
 
 
 def fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ attention, the program can't be computed a window at a time, and is refused.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor, fx
@@ -50,6 +51,7 @@ def use_windows(program: Program) -> Program:
     graph = copied(program.graph)
     _only_logits(graph, program)
     remove_dead_code(graph)
+    _check_sizes(graph, program)
     for node in list(graph.nodes):
         if _is_attention(node):
             _cached(node, program)
@@ -232,6 +234,23 @@ _SAME_NUMBERS = (Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY, Kind.VIEW)
 
 def _moves(source: Any, states: dict[fx.Node, Any]) -> bool:
     return isinstance(source, fx.Node) and not isinstance(states.get(source), Fixed)
+
+
+def _check_sizes(graph: fx.Graph, program: Program) -> None:
+    """Check that tensors have a multiple of the window's positions, or a number that does not follow them.
+
+    Raises:
+        GraphparError: one has one more than it, or depends on it in another way.
+    """
+    for node in graph.nodes:
+        try:
+            batch_coefficients(node)
+        except GraphparError:
+            shape = re.sub(r"\bs\d+\b", "n", ", ".join(map(str, value_of(node).shape)))
+            raise GraphparError(
+                f"{program.name} can't generate a token at a time: {operator_name(node)}{where(node)} makes a tensor [{shape}], where a "
+                "window has n positions: it pads, prepends or cuts along the sequence."
+            ) from None
 
 
 def _check(program: Program) -> None:

@@ -180,8 +180,11 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
         ({"mix": "mean"}, "mean mixes positions"),
         ({"mix": "cumsum"}, "cumsum mixes positions"),
         ({"mix": "flip"}, "flip mixes positions"),
-        ({"mix": "convolution"}, "size"),
-        ({"mix": "shift"}, "size"),
+        (
+            {"mix": "convolution"},
+            r"Writer can't generate a token at a time: \w+ \(test_windows.py:\d+\) makes a tensor .*n \+ \d",
+        ),
+        ({"mix": "shift"}, r"Writer can't generate .*\(test_windows.py:\d+\) makes a tensor .*n [+-] 1"),
         ({"mix": "length"}, "length"),
         ({"mix": "rows"}, "they would see each other: .*mean mixes examples"),
         ({"mix": "dropout"}, "always on"),
