@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, kv_cache
 from graphpar.emitted.gathering import gathered_again
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError
@@ -41,6 +41,9 @@ from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.cast_once import Cast
+from graphpar.runtime.generation import widest
+from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.sampling import Sampling
 from graphpar.runtime.stages import sendable
 
 if TYPE_CHECKING:
@@ -133,11 +136,16 @@ class Activations:
         for rows in sizes:
             self._check_size(rows)
         with self.ready():
-            if self.program.symbolic and min(sizes) > 1:
+            if self.program.symbolic and min(sizes) > 1 and self.program.mode != GENERATE:
                 found = _of_many_rows(self, stage, sizes)
                 if found is not None:
                     return found
             return [_measure_reach(self, stage, rows, lambda nbytes: np.array([nbytes]))[0] for rows in sizes]
+
+    @property
+    def holds_variables(self) -> bool:
+        """Whether values outside of blocks stay, without a backward that needs them."""
+        return self.program.mode != "train" and bool(self.program.blocks)
 
     def _check_size(self, rows: int) -> None:
         if rows < 1:
@@ -152,6 +160,8 @@ class Activations:
     def ready(self) -> Iterator[None]:
         """Use fake tensors, and bind the axes to groups that send nothing (operators on fake tensors never ask for a group)."""
         before = dict(collectives._axes)
+        if self.program.mode == GENERATE:
+            kv_cache.bind(_LongestSequences(self.program))  # type: ignore[arg-type]
         collectives._axes.update({axis: ("fake", self.degrees.get(axis, 1), 0) for axis in AXES})
         try:
             with self.mode, torch.set_grad_enabled(self.program.mode == "train"):
@@ -161,6 +171,7 @@ class Activations:
                 f"How much memory {self.program.name} takes depends on the values of its inputs: {error}."
             ) from error
         finally:
+            kv_cache.bind(None)
             collectives._axes.clear()
             collectives._axes.update(before)
 
@@ -185,6 +196,28 @@ class Activations:
             )
             for node in nodes
         ]
+
+
+class _LongestSequences:
+    """In the place of a :class:`~graphpar.emitted.kv_cache.KeyValueCache`: its last wide window, without the memory that it keeps.
+
+    Attributes: those of the cache.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.position = program.inputs[0].shape[1] - widest_window(program)
+        self.last = True
+
+    def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return views that have the shape of all keys and values so far."""
+        every = self.position + key.size(-2)
+        return tuple(part.narrow(-2, 0, 1).expand(*part.shape[:-2], every, part.size(-1)) for part in (key, value))  # type: ignore[return-value]
+
+
+def widest_window(program: Program) -> int:
+    """Return how many positions of a prompt a program for generation computes at once, at most."""
+    sequences, length = program.inputs[0].shape_at(program.batch)
+    return min(length, widest(sequences))
 
 
 # ---- running a stage ---------------------------------------------------------------------------------------------
@@ -224,6 +257,13 @@ def _outputs(stage: Stage, result: Any, given: Sequence[Tensor]) -> list[Tensor]
     return [tensor.clone() if id(tensor) in ids else sendable(tensor) for tensor in outputs]
 
 
+def _draw(logits: Tensor) -> None:
+    """Choose tokens as :mod:`graphpar.runtime.generation` does at most: logits [b, n, vocabulary]."""
+    rows = logits.size(0)
+    every = Sampling(do_sample=True, top_k=1, top_p=0.5, repetition_penalty=2.0)
+    every.tokens(logits[:, -1], [[0]] * rows, list(range(rows)))
+
+
 def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bool:
     """Run the backward, and return whether torch can on fake tensors; it can't through ``index_put``, for example."""
     try:
@@ -234,18 +274,32 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bo
 
 
 class _Sharing(Forward):
-    """Collects the storages of the values that every stage recomputes; calls ``note`` with what blocks keep by hooks of their own."""
+    """Collects the storages of the values that every stage recomputes; calls ``note`` with what blocks keep by hooks of their own.
+
+    ``variables``: of a program without a backward, what is made between blocks: it has names, so it stays while blocks run.
+    """
 
     def __init__(self, activations: Activations, names: Sequence[str], note: Callable[[Tensor], object]) -> None:
         super().__init__(activations)
         self.names, self.note = frozenset(names), note
         self.storages: dict[int, StorageWeakRef] = {}  # which keep other storages from having the same identity
+        self.variables: list[Any] = []
+        self._inside = False
+
+    def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
+        self._inside = True
+        try:
+            return super().block(block, prefix, args)
+        finally:
+            self._inside = False
 
     def kept(self, tensor: Tensor) -> None:
         self.note(tensor)
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = super().call(node, args, kwargs)
+        if self.activations.holds_variables and not self._inside:
+            self.variables.append(made)
         if node.name in self.names:
             tensors = [item for item in tree_leaves(made) if isinstance(item, Tensor)]
             self.storages |= {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
@@ -308,6 +362,10 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
         with saved_tensors_hooks(note, lambda tensor: tensor):
             result = runner.run_graph(stage.graph, "", given)
             outputs = _outputs(stage, result, given)
+            if not stage.sends:
+                runner.variables.clear()  # no block comes after
+            if activations.program.mode == GENERATE and not stage.sends:
+                _draw(outputs[0])
         forward, kept = live.mark()
         sent, received = sizes_of(outputs), sizes_of(given)
         shared = total(nbytes for key, nbytes in saved.items() if key in runner.storages and key not in sent)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, kv_cache
 from graphpar.errors import GraphparError
 from graphpar.operators.functions import OPERATORS, plain_apply
 
@@ -27,6 +27,8 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
         return made[0] if OPERATORS[target].alone else made
     if target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
         return _attention_on_cuda(*args, **kwargs)
+    if target is kv_cache.cached_attention and device == "cuda":
+        return _cached_attention_on_cuda(*args, **kwargs)
     if target is torch.ops.aten.rms_norm.default and device == "cuda":
         normalised: Tensor = _FusedNorm.apply(*args[:3])
         return normalised
@@ -70,6 +72,14 @@ def _attention_on_cuda(
         attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
     efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _cached_attention_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, length: int, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """Run :func:`graphpar.emitted.kv_cache.cached_attention` by CUDA's kernels."""
+    key, value, mask, causal = kv_cache.seen(query, key, value, length)
+    return _attention_on_cuda(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class _FusedNorm(torch.autograd.Function):

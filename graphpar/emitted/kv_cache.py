@@ -77,15 +77,19 @@ def cached_attention(
     Args:
         length: of the longest sequence, for which the cache has room.
     """
+    key, value, mask, causal = seen(query, key, value, length)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def seen(query: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """The keys and values that the window's queries see, a mask where they need one, and whether they see what is before them alone."""
     first, rows = 0 if _bound is None else _bound.position, query.size(-2)
     if _bound is not None:
         key, value = _bound.append(key, value, length)
     mask = None
     if first and rows > 1:
         mask = torch.ones(rows, first + rows, dtype=torch.bool, device=query.device).tril_(first)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=not first, scale=scale, enable_gqa=enable_gqa
-    )
+    return key, value, mask, not first
 
 
 def _empty(like: Tensor, length: int) -> Tensor:

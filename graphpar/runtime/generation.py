@@ -61,7 +61,7 @@ class _Group:
     @property
     def window(self) -> int:
         """How many positions come next: those that all sequences know, within :data:`TOKENS`."""
-        return min(_widest(len(self.sequences)), min(map(len, self.sequences)) - self.position)
+        return min(widest(len(self.sequences)), min(map(len, self.sequences)) - self.position)
 
     @property
     def done(self) -> bool:
@@ -115,7 +115,7 @@ class Generator:
         if tokens is None:  # no stage of this rank takes them
             tokens = torch.zeros(self.rows, self.length, dtype=torch.int64, device=self.device)
         caches, position, parts = self._caches(), 0, []
-        for window in _windows(self.length, _widest(self.rows)):
+        for window in _windows(self.length, widest(self.rows)):
             made = self._forward(tokens[:, position : position + window], position, caches, False)
             position += window
             if made is not None:
@@ -308,7 +308,8 @@ def _empty(spec: TensorInterface, window: int, device: torch.device) -> Tensor:
     return torch.empty(spec.shape_at(window), dtype=spec.dtype, device=device)
 
 
-def _widest(rows: int) -> int:
+def widest(rows: int) -> int:
+    """Return how many positions a window has at most, for so many sequences."""
     return max(1, TOKENS // rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.cost_models.activation_memory import Activations, Reach, attributes
+from graphpar.cost_models.activation_memory import Activations, Reach, attributes, widest_window
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
@@ -32,6 +32,7 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
+from graphpar.runtime.modes import GENERATE, TRAIN
 
 
 def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
@@ -205,12 +206,22 @@ def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomput
 
 def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     program = activations.program
-    first, *more = activations.reaches(stage, ROWS if program.symbolic else [program.batch])
+    sizes = ROWS if program.symbolic else [program.batch]
+    if program.mode == GENERATE:  # a step is one position, but a prompt comes before
+        sizes = [widest_window(program)]
+    first, *more = activations.reaches(stage, sizes)
     line = {
         name: Bytes.through(getattr(first, name), getattr(more[-1], name)) if more else Bytes(getattr(first, name))
         for name in Reach.__dataclass_fields__
         if name != "held"
     }
+    if program.mode != TRAIN:  # nothing is kept but what the running unit received, and that while it runs
+        line["forward"] = (
+            Bytes.through(*((reach.forward + reach.received) for reach in (first, more[-1])))
+            if more
+            else (Bytes(first.forward + first.received))
+        )
+        line["received"] = Bytes(0.0)
     return UnitMemory(held=first.held, **line)  # type: ignore[arg-type]
 
 
@@ -230,6 +241,9 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
     for name in stage.inputs:
         spec = program.input(name)
         others = math.prod(size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim) * spec.dtype.itemsize
+        if program.mode == GENERATE:
+            found[name] = Bytes(float(others * widest_window(program)))
+            continue
         found[name] = Bytes(float(others)) if spec.batch_dim is None else Bytes(0.0, float(others))
     return found
 
