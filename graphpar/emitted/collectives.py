@@ -27,6 +27,9 @@ _operators = torch.ops._c10d_functional
 _axes: dict[str, tuple[str, int, int]] = {}
 """The group's name, its size and this rank in it. Compiled code takes a group by its name."""
 
+_groups: dict[str, ProcessGroup] = {}
+"""The groups by name, for calls that nothing traces."""
+
 watchers: list[Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], None]] = []
 """Called with the shard and the result of each all-gather, and the function between them."""
 
@@ -38,8 +41,11 @@ sent, of this rank's, from all ranks."""
 def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
     """Give every axis its process group (``None``: one rank), in place of what was bound before."""
     _axes.clear()
+    _groups.clear()
     for axis, group in groups.items():
         _axes[axis] = ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
+        if group is not None:
+            _groups[group.group_name] = group
 
 
 def size(axis: str) -> int:
@@ -57,6 +63,10 @@ def rank(axis: str) -> int:
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
     """P -> I: the sum over the ranks; backward nothing. [...] -> [...]"""
+    if _runs_plainly() and (group := _groups.get(_axes[axis][0])) is not None:
+        total = x.clone(memory_format=torch.contiguous_format)
+        group.allreduce([total]).wait()  # less work for the host than two operators
+        return total
     return _apply(x, lambda x: _all_reduce(x, axis), lambda g: g)
 
 
@@ -369,8 +379,15 @@ def _vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tens
 
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    if _runs_plainly():
+        return forward(x)
     result: Tensor = _Transition.apply(x, forward, backward)
     return result
+
+
+def _runs_plainly() -> bool:
+    """Whether no gradient is asked for, and nothing is compiled: as where tokens are generated, one after the other."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _watched(x: Tensor, result: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -21,13 +21,18 @@ _aten = torch.ops.aten
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``F.silu(gate) * up``, of tensors of one shape."""
-    result: Tensor = _Gated.apply(gate, up, F.silu, _aten.silu_backward)
-    return result
+    return _gated(gate, up, F.silu, _aten.silu_backward)
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``F.gelu(gate, approximate=approximate) * up``, of tensors of one shape."""
     activation, slope = (partial(each, approximate=approximate) for each in (F.gelu, _aten.gelu_backward))
+    return _gated(gate, up, activation, slope)
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Callable[..., Tensor], slope: Callable[..., Tensor]) -> Tensor:
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # less work for the host
+        return activation(gate) * up
     result: Tensor = _Gated.apply(gate, up, activation, slope)
     return result
 

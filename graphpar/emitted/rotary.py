@@ -18,8 +18,22 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
     cos, sin: broadcast to x, or [..., n / 2] with one number a pair. They have no gradient.
     """
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # less work for the host
+        return _rotated(x, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(x, cos, sin, interleaved)
     return result
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if not interleaved and x.size(-1) == cos.size(-1) == sin.size(-1):  # the same, with fewer views
+        made = x * cos
+        (a, b), (first, second), (left, right) = (each.chunk(2, -1) for each in (x, sin, made))
+        left.addcmul_(b, first, value=-1)
+        right.addcmul_(a, second)
+        return made
+    x, cos, sin = (_pairs(each, x.size(-1), interleaved) for each in (x, cos, sin))
+    dim = -1 if interleaved else -2
+    return _turned(x, cos, sin.select(dim, 0), sin.select(dim, -1), dim, 1)
 
 
 class _Rotary(torch.autograd.Function):
