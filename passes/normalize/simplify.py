@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.functional import copied, is_inplace
+from graphpar.passes.normalize.functional import copied, infer, is_inplace
 from graphpar.passes.normalize.graph_matching import sizes
 
 _aten = torch.ops.aten
@@ -190,6 +191,66 @@ def _without_neutral(node: fx.Node, neutral: float) -> None:
         node.replace_all_uses_with(source)
 
 
+def _without_true(node: fx.Node) -> None:
+    """Drop ``mask & True``, as masks are begun with."""
+    for source, other in (node.args[:2], node.args[1::-1]):
+        if not isinstance(source, fx.Node) or value_of(source).dtype != torch.bool or sizes(source) != sizes(node):
+            continue
+        if other is True or _is_true(other):
+            node.replace_all_uses_with(source)
+            return
+
+
+def _is_true(node: Any) -> bool:
+    """Whether ``node`` makes booleans that are all true."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or value_of(node).dtype != torch.bool:
+        return False
+    name = operator_name(node)
+    return name in ("ones", "new_ones", "ones_like") or (name == "full" and literal(node, "fill_value", 1) is True)
+
+
+def _index_of_all(node: fx.Node) -> None:
+    """Spell ``x[arange(b)[:, None, None], arange(n)]``, as transformers' masks are made, as what it is: ``x`` with dims of one between."""
+    source, indices = node.args[0], node.args[1]
+    if (
+        not isinstance(source, fx.Node)
+        or not isinstance(indices, list | tuple)
+        or len(indices) != value_of(source).ndim
+    ):
+        return
+    root = source
+    while root.op == "call_function" and record_of(root).kind in _VIEWS:
+        root = root.args[0]  # type: ignore[assignment]
+    if root.op == "get_attr":
+        return  # a copy of a buffer, which may be written after it
+    places = [_place(index, size) for index, size in zip(indices, sizes(source))]
+    if None in places or places != sorted(set(places)):  # type: ignore[type-var]
+        return
+    whole, ndim = source, value_of(node).ndim
+    with node.graph.inserting_before(node):
+        for dim in sorted(set(range(-ndim, 0)) - set(places)):
+            whole = infer(node.graph.call_function(_aten.unsqueeze.default, (whole, dim + ndim)), node)
+    node.replace_all_uses_with(whole)
+
+
+_VIEWS = (Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS)
+
+
+def _place(index: Any, size: int | str) -> int | None:
+    """Return the dim, from the last, along which ``index`` counts from 0 to ``size``; None where it does anything else."""
+    if not isinstance(index, fx.Node) or size == 1:
+        return None
+    long = [dim - value_of(index).ndim for dim, given in enumerate(sizes(index)) if given != 1]
+    while operator_name(index) == "unsqueeze" or (
+        index.op == "call_function" and record_of(index).kind is Kind.RESHAPE
+    ):
+        index = index.args[0]
+        assert isinstance(index, fx.Node)
+    counts = operator_name(index) == "arange" and sizes(index) == [size] and len(long) == 1
+    plain = counts and literal(index, "start", default=0) == 0 and literal(index, "step", default=1) == 1
+    return long[0] if plain and not value_of(index).is_floating_point() else None
+
+
 def _broadcast(node: fx.Node) -> None:
     """Drop ``broadcast_tensors`` of tensors that have the same shape already."""
     parts = node.args[0]
@@ -222,6 +283,10 @@ _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "slice_scatter": _full_slice_scatter,
     "expand": _expand,
     "broadcast_tensors": _broadcast,
+    "bitwise_and": _without_true,
+    "logical_and": _without_true,
+    "__and__": _without_true,
+    "index": _index_of_all,
     "squeeze": _squeeze,
     "cat": _cat,
     "grouped_mm_fallback": _grouped_mm,

@@ -440,6 +440,30 @@ def test_what_nobody_would_write_goes_out() -> None:
     assert not program.constants
 
 
+@pytest.mark.parametrize(
+    ("index", "left"),
+    [
+        (lambda x, b, n: x[b[:, None, None], n], 0),
+        (lambda x, b, n: x[b[:, None, None], n].add_(1), 0),
+        (lambda x, b, n: x[b[:, None], n.flip(0)], 1),
+        (lambda x, b, n: x[b[:, None], n[1:]], 1),
+        (lambda x, b, n: x[b, :][:, n], 2),
+        (lambda x, b, n: x[b[None, :], n[:, None]].transpose(0, 1), 1),
+    ],
+)
+def test_an_index_of_all_is_the_tensor_itself(index: Callable[..., Tensor], left: int) -> None:
+    def indexed(_: Layered, h: Tensor) -> Tensor:
+        picked = index(h.sum(1), torch.arange(h.size(0)), torch.arange(8))
+        shown = torch.ones((), dtype=torch.bool) & (h > 0) & h.new_ones(8, dtype=torch.bool)
+        return h.where(shown, h * 2) + h * picked.flatten(1).sum(1).view(-1, 1, 1)
+
+    program = assert_exact(case(indexed), [1, 3])
+
+    names = [operator_name(node) for node in program.graph.nodes if node.op == "call_function"]
+    assert sum(name in ("index", "index_select") for name in names) == left, names
+    assert not any(name in ("bitwise_and", "__and__", "ones", "new_ones") for name in names), names
+
+
 class _Filled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
