@@ -127,25 +127,41 @@ def _on_ranks(module: ModuleType, function: Callable[[int], Made], count: int) -
         barrier.wait(_PATIENCE_S)
         return came
 
+    def begun(sent: Tensor, came: Tensor) -> Tensor:
+        """What comes is there when it is waited for, and not a number before."""
+        result = torch.full_like(came, torch.nan)
+        own.waiting[result.untyped_storage().data_ptr()] = result, came, sent, sent.detach().clone()
+        return result
+
+    def done(x: Tensor) -> Tensor:
+        if begun := own.waiting.pop(x.untyped_storage().data_ptr(), None):
+            result, came, sent, before = begun
+            assert torch.equal(sent, before), "what is sent is not there yet, or is written meanwhile"
+            with torch.no_grad():
+                result.copy_(came)
+        return x
+
     def all_to_all(x: Tensor, of: list[int], to: list[int], group: str) -> Tensor:
         came = [sent.split(sizes)[own.rank] for sent, sizes in exchanged((x.detach().clone(), to))]
         assert [piece.numel() for piece in came] == of, "a rank waits for other pieces than are sent"
-        return torch.cat(came)
+        return begun(x, torch.cat(came))
 
     def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-        return torch.cat(exchanged(x.detach().clone()))
+        return begun(x, torch.cat(exchanged(x.detach().clone())))
 
-    def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+    def summed(x: Tensor, operation: str) -> Tensor:
+        assert operation == "sum", f"ranks take the {operation} and not the sum"
         total: Tensor = functools.reduce(torch.add, exchanged(x.detach().clone()))
         return total
 
+    def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+        return begun(x, summed(x, operation))
+
     def reduce_scatter(x: Tensor, operation: str, ranks: int, group: str) -> Tensor:
-        pieces = all_reduce(x, operation, group).chunk(ranks)
-        piece: Tensor = pieces[own.rank]
-        return piece
+        return begun(x, summed(x, operation).chunk(ranks)[own.rank])
 
     def run(rank: int) -> None:
-        own.rank = rank
+        own.rank, own.waiting = rank, {}
         try:
             made[rank] = function(rank)
         except threading.BrokenBarrierError:
@@ -160,7 +176,7 @@ def _on_ranks(module: ModuleType, function: Callable[[int], Made], count: int) -
         all_reduce=all_reduce,
         reduce_scatter_tensor=reduce_scatter,
     )
-    replaced: dict[str, Any] = {"_done": lambda x: x, "_operators": operators, "_axes": {AXIS: ("", count, 0)}}
+    replaced: dict[str, Any] = {"_done": done, "_operators": operators, "_axes": {AXIS: ("", count, 0)}}
     if hasattr(module, "rank"):
         replaced |= {"rank": lambda axis: own.rank, "size": lambda axis: count}
     with mock.patch.multiple(module, **replaced):
