@@ -138,3 +138,25 @@ def test_a_schedule_that_splits_backwards_waits(schedule: str) -> None:
             sum(stage.backward_exposed_s.values()) - sum(cost.backward_exposed.values()), abs=1e-15
         )
     assert found.communication_s["tp"] > found.exposed_s["tp"] or schedule != "1F1B"
+
+
+@pytest.mark.slow
+def test_a_search_gathers_again_where_memory_is_short_and_nowhere_else() -> None:
+    """On a whole mesh with a cluster, without being asked."""
+    program = example("llama")
+    asked = functools.partial(
+        gp.plan,
+        program,
+        mesh="tp=2",
+        shard_plan=norms_pinned(program, "S(1)"),
+        global_batch=64,
+        microbatch_size=32,
+    )
+    roomy = asked(cluster=ONE)
+    assert roomy.recompute == "none" and roomy.predicted is not None
+    room = max(roomy.predicted.peak_memory_bytes) - 1
+
+    short = asked(cluster=replace(ONE, device=replace(ONE.device, memory_bytes=room)))
+
+    assert isinstance(short.recompute, dict) and set(short.recompute.values()) == {"gathers"}
+    assert short.predicted is not None and max(short.predicted.peak_memory_bytes) <= room
