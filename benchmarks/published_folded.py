@@ -154,17 +154,23 @@ class Exchanging(Pricing):
         if self._head is None:
             self._head = Compute(self.compute.device, "bf16")
         found = super().unit_seconds(kind, rows)
-        return UnitSeconds(self._head.seconds(kind.work, rows), found.sent)
+        return replace(found, phases=self._head.seconds(kind.work, rows))
 
-    def collective_s(self, row: Collective, rows: int) -> float:
-        """Return the seconds of one collective, of a ring's send those that attention to a part of the keys does not hide."""
+    def sent_s(self, row: Collective, rows: int) -> float:
+        """Return the seconds of one collective."""
         if row.axis not in self._exchanges:
-            return super().collective_s(row, rows)
-        seconds = self._exchange_s(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
+            return super().sent_s(row, rows)
+        return self._exchange_s(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
+
+    def exposed_s(self, row: Collective, rows: int, apart: bool = False) -> float:
+        """Return those that are not hidden, of a ring's send by attention to a part of the keys; nothing else is hidden over cp and ep."""
+        if row.axis not in self._exchanges:
+            return super().exposed_s(row, rows, apart)
+        seconds = self.sent_s(row, rows)
         if row.kind == "send":
             work = Work({self._attention[row.phase]: 1})
             seconds = max(0.0, seconds - self.compute.seconds(work, rows)[row.phase].attention / self._steps)
-        return seconds / (1.0 - self.execution.overlap_tp)  # which is of the collectives of tp alone
+        return seconds
 
     def _exchange_s(self, kind: str, nbytes: float, group: Group) -> float:
         """Return the seconds of a collective; of an all-to-all of tokens the longer of what crosses nodes and what does not."""

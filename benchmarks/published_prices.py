@@ -113,7 +113,7 @@ def _parts(row: Row) -> Parts:
     shape, habits = shape_here(row), row.habits
     degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
     kinds = row.experts_after > 0, row.layers > row.experts_after
-    build = Build(degrees, row.dtype, *kinds, habits.fused, habits.gradient_bytes)
+    build = Build(degrees, row.dtype, *kinds, habits.fused, habits.gradient_bytes, habits.joined)
     made = with_scores_again if _makes_scores_again(row) else parts
     found = made(shape, build)
     if row.recompute == OPERATORS:
@@ -163,6 +163,7 @@ def execution_of(row: Row) -> Execution:
         hold_messages=False,
         wait_for_sends=habits.wait_for_sends,
         dispatch_s=DISPATCH_S,
+        joined=habits.joined,
         overlap_tp=1 - 1 / row.degrees["tp"] if habits.overlap_tp else 0.0,
     )
 

@@ -43,6 +43,7 @@ class Habits:
             else blocks are divided evenly, see :func:`benchmarks.published_prices.starts`.
         merged: one product makes q, k and v, and one the gate and the feed-forward part.
         keeps_shards: of the sequence, for the products of gradients of weights, and gathers them again beside the product before.
+        joined: the gradient of what enters column-parallel products is summed beside those of their weights.
         cast_bytes: of memory, for each element of an operand that is cast to 8 bits in a kernel of its own.
         fp32_shards: what ZeRO 3 divides are fp32 parameters, which are cast when they are gathered; else 16-bit ones and main copies.
         compiles_loss_from: the year from which on compiled models have compiled losses.
@@ -77,6 +78,7 @@ class Habits:
     split_entries: bool = False
     merged: bool = True
     keeps_shards: bool = False
+    joined: bool = False
     cast_bytes: int = 0
     fp32_shards: bool = False
     compiles_loss_from: int | None = None
@@ -92,13 +94,17 @@ _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, 
     attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False, wait_for_sends=True,
     keeps_shards=True, splits_messages=True,  # arXiv 2104.04473, section 4.1; DeepSpeed's pipelines do the same
 )  # fmt: skip
+# its column-parallel layers sum the input's gradient beside the product of the weight's from the end of 2021 on (apex's
+# ColumnParallelLinearWithAsyncAllreduce, pull request 1183), and so with sequences sharded (core/tensor_parallel/layers.py); the forks of
+# DeepSpeed leave that off (deepspeedai/Megatron-DeepSpeed, issue 447)
+_MEGATRON_2022 = replace(_MEGATRON, joined=True)
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON, prefetch=False
 )  # the same model code; parameters are gathered after the optimizer
 FIRST_FLASH = {"": 0.5}
 _LATER_KERNELS = {"H100": 1.6, "B200": 1.6, "B300": 1.6, "GB": 1.6}
 # Megatron Core with Transformer Engine: cuDNN's attention, fp32 main gradients
-_CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron", keeps_shards=True)
+_CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron", keeps_shards=True, joined=True)
 _FSDP = Habits(fused=False)
 
 # A framework of its own, later published as Aleph-Alpha/scaling, whose files under src/scaling say all of this. No kernel for RMSNorm
@@ -119,14 +125,14 @@ SOURCES: Mapping[str, Habits] = {
     "megatron_sc21": _MEGATRON,
     "megatron_readme2020": _MEGATRON,
     # 18 bytes a parameter in its table of memory: 2 + 4 (gradient) + 12
-    "korthikanti": replace(_MEGATRON, gradient_bytes=4),
+    "korthikanti": replace(_MEGATRON_2022, gradient_bytes=4),
     # 800 Gb/s InfiniBand a node
     "vtrain_single": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
     "vtrain_multi": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
     # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout
     "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
     # a fork of Megatron-LM of 2023, by default without flash attention
-    "zero_bubble": _MEGATRON,
+    "zero_bubble": _MEGATRON_2022,
     "hagemann_layouts": _SCALING,
     "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
     "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),

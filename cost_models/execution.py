@@ -68,10 +68,14 @@ class Execution:
             for those in flight.
         wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
-        overlap_tp: the share of collectives inside operators that is hidden behind the products next to them.
+        overlap_tp: the share of collectives inside operators that is hidden behind the products next to them, apart from those that
+            ``rings`` and ``joined`` say to be beside something.
         offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`; nothing where the device is the host.
         rings: gathers before products and reduce-scatters after them are sent in pieces beside these, see
             :mod:`graphpar.emitted.ring_products`.
+        joined: the other sums of gradients of what enters products run beside the products of the gradients of their weights, where a
+            backward is not split in two, and what is gathered again beside those of that gradient: see
+            :mod:`graphpar.emitted.parallel_products`, which programs have, and Megatron-LM's column-parallel layers.
     """
 
     optimizer: str = "adam"
@@ -98,6 +102,7 @@ class Execution:
     dispatch_s: float | None = None
     overlap_tp: float = 0.0
     rings: bool = False
+    joined: bool = False
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -39,8 +39,10 @@ def _work(work: Work) -> Work:
 
 
 def _row(row: Row) -> Row:
-    if isinstance(row, Collective) and row.beside is not None:
-        row = row._replace(beside=row.beside._replace(itemsize=2) if row.beside.itemsize == 4 else row.beside)
+    if isinstance(row, Collective):
+        row = row._replace(
+            beside=tuple(each._replace(itemsize=2) if each.itemsize == 4 else each for each in row.beside)
+        )
     if isinstance(row, Traffic | Collective):
         return row._replace(nbytes=0.5 * row.nbytes)
     return row._replace(itemsize=2) if row.itemsize == 4 else row

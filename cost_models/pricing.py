@@ -33,7 +33,7 @@ from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import UnitBytes
-from graphpar.cost_models.workload import Collective, Phase, Product, Work
+from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
@@ -41,7 +41,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import AXES, AXIS
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.registry import action_order, action_table, stage_ranks
+from graphpar.schedules.registry import action_order, action_table, get_schedule, stage_ranks
 from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
 from graphpar.schedules.table import ActionTable, forwards
 
@@ -50,11 +50,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Known:
-    """The seconds of units by kind and rows: once, and of what their blocks run again in the backward with its collectives by axis; and
-    of stages, where state is not gathered in them."""
+    """The seconds of units by kind, rows and the share that is hidden: once, and of what their blocks run again in the backward; and of
+    stages, where state is not gathered in them."""
 
-    seconds: dict[tuple[UnitClass, int], UnitSeconds] = field(default_factory=dict)
-    again: dict[tuple[UnitClass, int], Again] = field(default_factory=dict)
+    seconds: dict[tuple[UnitClass, int, float], UnitSeconds] = field(default_factory=dict)
+    again: dict[tuple[UnitClass, int, float], Again] = field(default_factory=dict)
     stages: dict[tuple[tuple[Unit, ...], int, float, str], StagePrices] = field(default_factory=dict)
 
 
@@ -119,12 +119,11 @@ class Pricing:
 
     def least_s(self, unit: Unit, rows: int) -> tuple[float, float]:
         """Return lower bounds of the seconds that a unit adds to a stage, and of those it recomputes: the device's, nothing gathered."""
-        seconds, shown = self.unit_seconds(unit.kind, rows), 1.0 - self.execution.overlap_tp
+        seconds, again = self.unit_seconds(unit.kind, rows), self._repeated(unit.kind, rows)
         busy = sum(phase.busy for phase in seconds.phases)
-        sent = sum(sum(axes.values()) for axes in seconds.sent)
-        again, sent_again, python = self._repeated(unit.kind, rows)
-        host = sum(python) if self.cluster.device.kind == "cpu" else 0.0
-        return busy + shown * sent, again.busy + shown * sum(sent_again.values()) + host
+        shown = sum(sum(axes.values()) for axes in seconds.exposed)
+        host = sum(again.python) if self.cluster.device.kind == "cpu" else 0.0
+        return busy + shown, again.phase.busy + sum(again.exposed.values()) + host
 
     @cached_property
     def least_end_s(self) -> float:
@@ -135,25 +134,49 @@ class Pricing:
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         """Return the seconds of a unit for a microbatch of ``rows``."""
-        key, known = (kind, rows), self._known.seconds
+        key, known = (kind, rows, self.execution.overlap_tp), self._known.seconds
         if key not in known:
-            sent: tuple[dict[str, float], ...] = ({}, {}, {})
-            for axis, collectives in collectives_of(kind.work).items():
-                for row, times in collectives:
-                    sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + times * self.collective_s(row, rows)
-            known[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
+            sent, exposed, apart = zip(*(self._by_axis(kind.work, rows, phase) for phase in Phase))
+            known[key] = UnitSeconds(self.compute.seconds(kind.work, rows), sent, exposed, summed_by_axis(apart))
         return known[key]
 
-    def collective_s(self, row: Collective, rows: int) -> float:
-        """Return the seconds of one collective inside a microbatch of ``rows`` that what runs beside it does not hide."""
-        seconds = self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
-        if row.beside is None or (isinstance(row.beside, Product) and self.cluster.device.kind == "cpu"):
-            return seconds  # the cores of a CPU multiply or send
-        return max(0.0, seconds - self.compute.seconds(Work({row.beside: 1}), rows)[row.phase].busy)
+    def _by_axis(
+        self, work: Work, rows: int, phase: Phase
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Return the seconds of the collectives of a phase by axis: all, exposed, and what more is where halves run apart."""
+        found: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
+        for axis, collectives in collectives_of(work).items():
+            for row, times in collectives:
+                if row.phase is phase:
+                    exposed = self.exposed_s(row, rows)
+                    each = self.sent_s(row, rows), exposed, self.exposed_s(row, rows, apart=True) - exposed
+                    for seconds, value in zip(found, each):
+                        seconds[axis] = seconds.get(axis, 0.0) + times * value
+        return found
 
-    def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
-        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
-        return self.stage_prices(rows).stage(first, after)
+    def sent_s(self, row: Collective, rows: int) -> float:
+        """Return the seconds of one collective inside a microbatch of ``rows``."""
+        return self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
+
+    def exposed_s(self, row: Collective, rows: int, apart: bool = False) -> float:
+        """Return those that what runs beside it does not hide; ``apart``: where the halves of a backward run apart."""
+        seconds, beside = self.sent_s(row, rows), row.beside
+        if not beside:
+            return (1.0 - self.execution.overlap_tp) * seconds
+        if self.cluster.device.kind == "cpu":  # whose cores multiply or send
+            beside = tuple(each for each in beside if not isinstance(each, Product))
+        hidden = (each for each in beside if not apart or each.phase is row.phase)
+        return max(0.0, seconds - sum(self._alone_s(each, rows) for each in hidden))
+
+    def _alone_s(self, row: Attention | Product, rows: int) -> float:
+        """Return the seconds of one operator."""
+        return self.compute.seconds(Work({row: 1}), rows)[row.phase].busy
+
+    def stage_seconds(self, first: int, after: int, rows: int, apart: bool = False) -> StageSeconds:
+        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive; ``apart``: of a schedule that runs the
+        halves of backwards apart.
+        """
+        return self.stage_prices(rows).stage(first, after, apart)
 
     def stage_prices(self, rows: int) -> StagePrices:
         """Return the prices of all stages for microbatches of ``rows``."""
@@ -188,14 +211,12 @@ class Pricing:
 
     def _repeated(self, kind: UnitClass, rows: int) -> Again:
         """Return the seconds of what a unit's blocks run again in the backward."""
-        key, known = (kind, rows), self._known.again
+        key, known = (kind, rows, self.execution.overlap_tp), self._known.again
         if key not in known:
-            sent = {
-                axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
-                for axis, collectives in collectives_of(kind.again.work).items()
-            }
-            seconds = self.compute.seconds(kind.again.work, rows)[Phase.FORWARD]
-            known[key] = Again(seconds, sent, self.compute.python_s(kind.again))
+            work = kind.again.work
+            seconds = self.compute.seconds(work, rows)[Phase.FORWARD]
+            sent = self._by_axis(work, rows, Phase.FORWARD)
+            known[key] = Again(seconds, *sent, self.compute.python_s(kind.again))
         return known[key]
 
     @cached_property
@@ -278,7 +299,8 @@ class Pricing:
     def _step(self, layout: Layout, exact: bool) -> StepCosts:
         stages = self.stages_of(layout)
         ranks, own = self._ranks(layout, len(stages)), self.places(layout)
-        costs = [self.stage_seconds(first, after, layout.microbatch_size) for first, after in stages]
+        apart = self._runs_apart(layout)
+        costs = [self.stage_seconds(first, after, layout.microbatch_size, apart) for first, after in stages]
         there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
         staged = tuple(
             StageEstimate(
@@ -294,6 +316,12 @@ class Pricing:
             for pp, places in enumerate(own)
         )
         return StepCosts(staged, costs, own, conditions, timeline, closings)
+
+    def _runs_apart(self, layout: Layout) -> bool:
+        """Whether the schedule runs the halves of some backwards apart, for which a program has no functions that run both."""
+        if layout.order is not None:
+            return layout.order.splits_backwards
+        return self.train and self.mesh.pp > 1 and get_schedule(layout.schedule).splits_backward
 
     def _parts(
         self, layout: Layout, step: StepCosts, rank: int

@@ -5,6 +5,7 @@ A repetition ends before the last operator whose backward reads something: its o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import fx
@@ -31,9 +32,10 @@ def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomp
 
 def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
     """Return the forward work that an instance of ``block`` repeats."""
-    without = set(how.nodes)
-    if how.kind != GATHERS:
-        without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
+    if how.kind == GATHERS:
+        again = [node for node in block.graph.nodes if node.op == "call_function" and node.name not in how.nodes]
+        return Work(dict(Counter(row for node in again for row in works.gathers_again(node, block.name))))
+    without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
     work = works.of(block.graph, block.name, without)
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
 

@@ -21,12 +21,16 @@ _LINK = Link(8e-6, 200e9)
 
 @dataclass(frozen=True)
 class ShardingCosts:
-    """The rates of a device and its links; the default is about an A100 with NVLink, since ratios matter more than seconds."""
+    """The rates of a device and its links; the default is about an A100 with NVLink, since ratios matter more than seconds.
+
+    ``hides``: sums of gradients of what enters products run beside the products of the gradients of their weights.
+    """
 
     flops_per_s: float = 150e12
     memory_bytes_per_s: float = 1.5e12
     launch_s: float = 2e-6
     links: dict[str, Link] = field(default_factory=dict)
+    hides: bool = False
 
     @staticmethod
     def of(cluster: Cluster, mesh: Mesh, dtype: str) -> ShardingCosts:
@@ -45,6 +49,7 @@ class ShardingCosts:
                 for axis, degree in mesh.degrees().items()
                 if degree > 1
             },
+            device.kind != "cpu",
         )
 
     def operator_s(self, flops: float, nbytes: float) -> float:

@@ -27,12 +27,14 @@ class Again(NamedTuple):
     """What a unit's blocks run again in the backward.
 
     Attributes:
-        sent: seconds of its collectives by axis.
+        sent, exposed, apart: seconds of its collectives by axis, as in :class:`UnitSeconds`.
         python: seconds of the host in the unit's forward and in its backward.
     """
 
     phase: PhaseSeconds
     sent: Mapping[str, float]
+    exposed: Mapping[str, float]
+    apart: Mapping[str, float]
     python: tuple[float, float]
 
 
@@ -71,14 +73,15 @@ class StagePrices:
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
         self._table: Array = np.ascontiguousarray(columns[:, [place[id(own)] for own in seconds]])
         self._recomputes = np.cumsum([0, *recomputes])
-        self._stages: dict[tuple[int, int], StageSeconds] = {}
+        self._stages: dict[tuple[int, int, bool], StageSeconds] = {}
         self._waits: dict[int, Array] = {}
 
     def _column(self, own: UnitSeconds, more: Again) -> list[float]:
         phases = [*own.phases, more.phase]
         parts = [value for each in phases for value in (each.products, each.attention, each.traffic, each.operators)]
-        sent = [own.sent[phase].get(axis, 0.0) for axis in self._axes for phase in Phase]
-        return [*parts, *more.python, *sent, *(more.sent.get(axis, 0.0) for axis in self._more_axes)]
+        sent = [way[phase].get(axis, 0.0) for way in (own.sent, own.exposed) for axis in self._axes for phase in Phase]
+        again = [way.get(axis, 0.0) for way in (more.sent, more.exposed, more.apart) for axis in self._more_axes]
+        return [*parts, *more.python, *sent, *(own.apart.get(axis, 0.0) for axis in self._axes), *again]
 
     @property
     def count(self) -> int:
@@ -92,28 +95,47 @@ class StagePrices:
             self._waits[phases] = np.append(0.0, self._table[rows].sum(axis=0).cumsum().cumsum())
         return self._waits[phases]
 
-    def stage(self, first: int, after: int) -> StageSeconds:
-        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
-        if (first, after) not in self._stages:
-            self._stages[first, after] = self._stage(first, after)
-        return self._stages[first, after]
+    def stage(self, first: int, after: int, apart: bool = False) -> StageSeconds:
+        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive; ``apart``: of a schedule that runs the
+        halves of backwards apart.
+        """
+        key = first, after, apart and bool(self._table[self._apart, first:after].any())
+        if key not in self._stages:
+            self._stages[key] = self._stage(*key)
+        return self._stages[key]
 
-    def _stage(self, first: int, after: int) -> StageSeconds:
+    @property
+    def _apart(self) -> list[int]:
+        """The rows of the table of what is exposed where halves run apart."""
+        begin = _PARTS * _PARTS + 2 + 6 * len(self._axes)
+        again = begin + len(self._axes) + 2 * len(self._more_axes)
+        return [*range(begin, begin + len(self._axes)), *range(again, again + len(self._more_axes))]
+
+    def _stage(self, first: int, after: int, apart: bool) -> StageSeconds:
         sums = self._table[:, first:after].sum(axis=1).tolist()
         *busy, run_again = (PhaseSeconds(*sums[_PARTS * place : _PARTS * (place + 1)]) for place in range(_PARTS))
         there_python, back_python, *rest = sums[_PARTS * _PARTS :]
-        sent = [{axis: rest[3 * place + phase] for place, axis in enumerate(self._axes)} for phase in Phase]
-        sent_again = dict(zip(self._more_axes, rest[3 * len(self._axes) :]))
-        run, shown = self.execution, 1.0 - self.execution.overlap_tp
-        python = (there_python, 0.0, 0.0)
-        seconds = [self.compute.phase_s(busy[p], python[p]) + shown * sum(sent[p].values()) for p in Phase]
+        axes, more = self._axes, self._more_axes
+        values = iter(rest)
+        sent, shown = ([dict.fromkeys(axes, 0.0) for _ in Phase] for _ in range(2))
+        for way in (sent, shown):
+            for axis in axes:
+                for phase in Phase:
+                    way[phase][axis] = next(values)
+        own_apart = {axis: next(values) for axis in axes}
+        sent_again, shown_again, again_apart = ({axis: next(values) for axis in more} for _ in range(3))
+        if apart:
+            shown[Phase.INPUT] = summed_by_axis([shown[Phase.INPUT], own_apart])
+            shown_again = summed_by_axis([shown_again, again_apart])
+        run, python = self.execution, (there_python, 0.0, 0.0)
+        seconds = [self.compute.phase_s(busy[p], python[p]) + sum(shown[p].values()) for p in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if run.recompute == "full" else 1
         there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
         everything = summed_by_axis([there, back])
-        again += self.compute.phase_s(run_again, back_python) + shown * sum(sent_again.values())
+        again += self.compute.phase_s(run_again, back_python) + sum(shown_again.values())
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
-        exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
+        exposed = [shown[0], summed_by_axis([shown[0]] * (times - 1) + [shown_again] + shown[1:])]
         if self._state is not None:
             plain = forward, backward
             forward, backward, gathered = self._gathered(slice(first, after), forward, backward)
@@ -145,8 +167,8 @@ class StagePrices:
     def _forwards(self) -> Array:
         """Of each unit the seconds of its forward, with its exposed collectives."""
         busy, operators = self._table[: _PARTS - 1].sum(axis=0), self._table[_PARTS - 1]
-        sent = self._table[_PARTS * _PARTS + 2 :: 3][: len(self._axes)].sum(axis=0)
-        exposed = (1.0 - self.execution.overlap_tp) * sent
+        first = _PARTS * _PARTS + 2 + 3 * len(self._axes)
+        exposed = self._table[first :: len(Phase)][: len(self._axes)].sum(axis=0)
         return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + exposed)
 
     def _beside_copies(self, stage: slice, forward: float, backward: float) -> tuple[float, float]:

@@ -12,10 +12,15 @@ from graphpar.schedules.simulation import Timeline
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """One microbatch of a unit: seconds of each phase, and of its collectives by axis."""
+    """One microbatch of a unit: seconds of each phase, of its collectives by axis, and of those that what runs beside them does not hide.
+
+    ``apart``: more of these, where a schedule runs the halves of a backward apart.
+    """
 
     phases: tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]
     sent: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]
+    exposed: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]
+    apart: Mapping[str, float]
 
 
 @dataclass(frozen=True)

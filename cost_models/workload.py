@@ -27,7 +27,7 @@ from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.parallel_products import ring_products_of
+from graphpar.operators.parallel_products import ENTERING, in_order, joined_products_of, ring_products_of
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
@@ -76,14 +76,15 @@ class Traffic(NamedTuple):
 class Collective(NamedTuple):
     """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis, or of the message of a send.
 
-    ``beside``: the rank computes this at the same time, if its device can.
+    ``beside``: the rank computes these at the same time, if its device can; those of another phase only where one function runs both, as
+    where a backward is not split in two.
     """
 
     phase: Phase
     axis: str
     kind: str
     nbytes: Size
-    beside: Attention | Product | None = None
+    beside: tuple[Attention | Product, ...] = ()
 
 
 Row = Product | Attention | Traffic | Collective
@@ -151,6 +152,7 @@ class Works:
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
         rings: collectives are sent in pieces beside products (:class:`graphpar.cost_models.execution.Execution`).
+        joined: whole ones are one function with the products beside them (the same).
         compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none.
         recasts: parameters that are read in another dtype are cast for each microbatch.
     """
@@ -163,11 +165,12 @@ class Works:
         fused: bool = False,
         gradient_bytes: int | None = None,
         rings: bool = False,
+        joined: bool = False,
         compiled: bool = False,
         recasts: bool = False,
     ) -> None:
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
-        self.rings, self.compiled, self.train = rings, compiled, program.mode == "train"
+        self.rings, self.joined, self.compiled, self.train = rings, joined, compiled, program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
         self.casts = cast_parameters(program) if self.train and not recasts else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
@@ -212,23 +215,56 @@ class Works:
         nbytes = max(nbytes_of(node), nbytes_of(source), key=lambda size: size.at(1024))
         if row.forward_collective == "all-to-all":
             nbytes = nbytes * self.degrees[axis]
-        beside = self._beside(node) if self.rings else (None, None)
+        beside = self._beside(node, scope)
         if row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):
             yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes, beside[1])
 
-    def _beside(self, node: fx.Node) -> tuple[Product | None, Product | None]:
-        """Return the products beside all pieces of a ring but a rank's own, forward and backward; of several, with all their columns."""
-        products = ring_products_of(node)
-        if not products:
-            return None, None
-        found, itemsize = [matrices(product, sizes_of)[0] for product in products], value_of(products[0]).dtype.itemsize
-        degree, first, columns = self.degrees[str(node.args[1])], found[0], Size(sum(each.n.number for each in found))
-        rows, count = first.m * (1 / degree), first.count * (degree - 1)
-        return (
-            Product(Phase.FORWARD, count, rows, columns, first.k, itemsize),
-            Product(Phase.INPUT, count, rows, first.k, columns, itemsize),
+    def gathers_again(self, node: fx.Node, scope: str) -> list[Collective]:
+        """Return the gathers of a node that keeps shards, in the backward: beside the products of the gradient of what it gathered."""
+        products, beside = joined_products_of(node) if self.joined else [], tuple[Product, ...]()
+        pieces = self.rings and bool(ring_products_of(node))  # which wait for what was gathered before they begin
+        if products and not pieces and self.has_gradient(node.all_input_nodes[0], scope):
+            dim = int(node.kwargs["dim"])  # type: ignore[arg-type]
+            if not dim or not any(in_order(product, dim) for product in products):
+                beside = tuple(
+                    Product(Phase.INPUT, each.count, each.m, each.k, each.n, value_of(product).dtype.itemsize)
+                    for product in products
+                    for each in matrices(product, sizes_of)
+                )
+        rows = [row for row in self.collectives(node, scope) if row.phase is Phase.FORWARD]
+        return [row._replace(beside=beside) for row in rows]
+
+    def _beside(self, node: fx.Node, scope: str) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+        """Return the products beside a collective, forward and backward.
+
+        Beside all pieces of a ring but a rank's own these are its products, of several with all their columns; beside the sum of the
+        gradient of what enters products whole, those of the gradients of their weights.
+        """
+        products = ring_products_of(node) if self.rings else []
+        if products:
+            found, itemsize = (
+                [matrices(product, sizes_of)[0] for product in products],
+                value_of(products[0]).dtype.itemsize,
+            )
+            degree, first, columns = (
+                self.degrees[str(node.args[1])],
+                found[0],
+                Size(sum(each.n.number for each in found)),
+            )
+            rows, count = first.m * (1 / degree), first.count * (degree - 1)
+            return (
+                (Product(Phase.FORWARD, count, rows, columns, first.k, itemsize),),
+                (Product(Phase.INPUT, count, rows, first.k, columns, itemsize),),
+            )
+        if not self.joined or node.target not in ENTERING:
+            return (), ()
+        return (), tuple(
+            Product(Phase.WEIGHT, each.count, each.n, each.k, each.m, value_of(product).dtype.itemsize)
+            for product in joined_products_of(node)
+            for each in matrices(product, sizes_of)
+            if self.has_gradient(each.right, scope)
         )
 
     def ring_of(self, node: fx.Node) -> int:
@@ -267,7 +303,7 @@ class Works:
         differentiable = any(self.has_gradient(operand, scope) for operand in node.all_input_nodes)
         for phase, messages in zip((Phase.FORWARD, Phase.INPUT)[: 1 + differentiable], ways):
             for message in messages:
-                beside = step._replace(phase=phase) if message.beside else None
+                beside = (step._replace(phase=phase),) if message.beside else ()
                 row = Collective(phase, str(axis), "send", Size(message.nbytes, own.power), beside)
                 yield from [row] * message.times
 

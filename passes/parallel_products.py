@@ -21,15 +21,20 @@ from typing import Any
 
 from torch import fx
 
-from graphpar.emitted import collectives, parallel_products, ring_products, rotary
+from graphpar.emitted import collectives, parallel_products, ring_products
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.ir.program import Program, value_of
 from graphpar.ir.stage import Stage
 from graphpar.operators.naming import value_name
-from graphpar.operators.parallel_products import AXIS, ENTERING, IN_PIECES, products_of, ring_products_of
-from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
-from graphpar.passes.normalize.graph_matching import sizes
+from graphpar.operators.parallel_products import (
+    AXIS,
+    ENTERING,
+    IN_PIECES,
+    in_order,
+    joined_products_of,
+    products_of,
+    ring_products_of,
+)
 
 _NAMES = {
     collectives.all_gather: "gathered_product",
@@ -38,8 +43,6 @@ _NAMES = {
 }
 WAITED = (*IN_PIECES, collectives.all_gather_invariant)
 """Gathers and reduce-scatters, of which those in pieces run beside products."""
-_APART = {Kind.POINTWISE, Kind.VIEW, Kind.ALIAS, Kind.COPY, Kind.PERMUTE, Kind.EXPAND}
-"""Kinds of operators that read rows wherever they lie in memory, and give rows that lie alike, or any."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,13 @@ def _joined(source: fx.Graph, whole: bool, rings: bool) -> fx.Graph:
     for old, new in copies.items():
         new.meta = dict(old.meta)
     for node in list(graph.nodes):
-        module = ring_products if rings and ring_products_of(node) else parallel_products
-        products = products_of(node)
-        if products and (module is ring_products or (whole and not _crossed(graph, products))):
+        products = ring_products_of(node) if rings else []
+        module = ring_products if products else parallel_products
+        products = products or (joined_products_of(node) if whole else [])
+        if products:
             (_entered if node.target in ENTERING else _left)(graph, node, products, module)
     graph.lint()
     return graph
-
-
-def _crossed(graph: fx.Graph, products: Sequence[fx.Node]) -> bool:
-    """Whether other products stand between these: they have numbers, by which budgets of recomputation keep their results."""
-    nodes = list(graph.nodes)
-    first, last = nodes.index(products[0]), nodes.index(products[-1])
-    return any(record_of(node).multiplies and node not in products for node in nodes[first:last])
 
 
 def _entered(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], module: ModuleType) -> None:
@@ -143,7 +140,7 @@ def _entered(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], 
             if places[item] > places[first]:
                 first.prepend(item)
     options: dict[str, Any] = dict(collective.kwargs)
-    if module is parallel_products and "dim" in options and any(_in_order(each, options["dim"]) for each in products):
+    if module is parallel_products and "dim" in options and any(in_order(each, options["dim"]) for each in products):
         options["in_order"] = True
     name = _name_in(module, collective)
     with graph.inserting_before(first):
@@ -191,36 +188,3 @@ def _meta(node: fx.Node, collective: fx.Node | None = None) -> dict[str, Any]:
     if collective is not None:
         return {**node.meta, "transition": collective.meta["transition"]}
     return {key: node.meta[key] for key in ("module_stack", "source", "transition") if key in node.meta}
-
-
-def _in_order(node: fx.Node, dim: int, moved: bool = False) -> bool:
-    """Whether what reads the rows of ``node`` wants them in memory in their order, ``dim`` not at the front; it would copy them else.
-
-    ``moved``: dims are not where they were, so that ``dim`` is not known.
-    """
-    for user in node.users:
-        kind = record_of(user).kind
-        copied = kind is Kind.RESHAPE and record_of(node).kind is Kind.EXPAND  # wherever its rows lie
-        if kind is Kind.ATTENTION or copied or _scattered_alike(user, dim, moved):
-            continue
-        with_ones = kind is Kind.RESHAPE and _longer(node) == _longer(user)
-        if kind is Kind.RESHAPE and (with_ones or (not moved and sizes(node)[: dim + 1] == sizes(user)[: dim + 1])):
-            pass
-        elif kind not in _APART and operator_name(user) != "getitem" and user.target is not rotary.apply_rotary:
-            return True
-        if _in_order(user, dim, moved or with_ones or kind is Kind.PERMUTE):
-            return True
-    return False
-
-
-def _longer(node: fx.Node) -> list[int | str]:
-    """Return the sizes of the dims that have more than one element."""
-    return [size for size in sizes(node) if size != 1]
-
-
-def _scattered_alike(product: fx.Node, dim: int, moved: bool) -> bool:
-    """Whether ``product`` becomes one with a reduce-scatter that moves ``dim`` to the front, too."""
-    after = next(iter(product.users), None)
-    if moved or after is None or after.target is not collectives.reduce_scatter or after.kwargs.get("dim") != dim:
-        return False
-    return product in products_of(after)

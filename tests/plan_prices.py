@@ -70,8 +70,8 @@ class StepPrices:
         for row, times in work.rows.items():
             if isinstance(row, Collective):
                 each = self._collective(row.axis, row.kind, row.nbytes.at(rows))
-                if row.beside is not None:  # a ring's message, while attention runs
-                    each = max(0.0, each - self.compute.seconds(Work({row.beside: 1}), rows)[row.phase].attention)
+                beside = [self.compute.seconds(Work({other: 1}), rows)[other.phase] for other in row.beside]
+                each = max(0.0, each - sum(other.products + other.attention for other in beside))
                 seconds[row.phase] += times * each
         return seconds
 

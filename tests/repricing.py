@@ -19,6 +19,7 @@ from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import Program, concrete_shape, operator_name, value_of
 from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.parallel_products import ENTERING, products_of
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE, Cost, collective_cost
 from graphpar.passes.sharding.check_types import lowered_operands
@@ -116,9 +117,22 @@ class Repricing:
         forward = collective_cost(row.forward_collective, whole, self.degrees[axis])
         backward = collective_cost(row.backward_collective if train else None, whole, self.degrees[axis])
         seconds = sum(self.costs.collective_s(axis, cost) for cost in (forward, backward))
+        if self.costs.hides and train:
+            seconds -= min(self.costs.collective_s(axis, backward), self._of_weights(node))
         source, target = node.meta["transition"]
         text = row.backward if train else ""
         return Sent(axis, source, target, row.forward, text, forward.bytes_sent, backward.bytes_sent, seconds)
+
+    def _of_weights(self, node: fx.Node) -> float:
+        """A rank's share of the gradients of the weights of products that are one function with a collective before them."""
+        flops = 0.0
+        for product in products_of(node) if node.target in ENTERING else []:
+            if product.args[1] in self.differentiable:
+                kinds = node.meta["types"], product.meta["types"]
+                divided = {axis for types in kinds for axis, kind in types.items() if isinstance(kind, Shard)}
+                whole = operator_flops(product.meta["origin"], self.workload.microbatch)
+                flops += whole / math.prod(self.degrees[axis] for axis in divided)
+        return flops / self.costs.flops_per_s
 
     def _loss(self, node: fx.Node) -> Sent:
         """A vocabulary-parallel loss."""

@@ -9,11 +9,14 @@ what is summed. A product between two collectives is beside the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, rotary
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.parameter_casts import casts_parameter
+from graphpar.operators.placement import Size, sizes_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 
@@ -24,6 +27,8 @@ LEAVING = (collectives.reduce_scatter,)
 """Collectives after a product."""
 IN_PIECES = (collectives.all_gather, collectives.reduce_scatter)
 """Collectives that can be sent in pieces, beside their products."""
+_APART = {Kind.POINTWISE, Kind.VIEW, Kind.ALIAS, Kind.COPY, Kind.PERMUTE, Kind.EXPAND}
+"""Kinds of operators that read rows wherever they lie in memory, and give rows that lie alike, or any."""
 
 
 def products_of(node: fx.Node) -> list[fx.Node]:
@@ -35,6 +40,55 @@ def products_of(node: fx.Node) -> list[fx.Node]:
     if node.target in LEAVING:
         return _before(node)
     return []
+
+
+def joined_products_of(node: fx.Node) -> list[fx.Node]:
+    """Return the products that become one function with a collective that sends whole tensors; none where it stays by itself."""
+    products = products_of(node)
+    return [] if products and _crossed(node.graph, products) else products
+
+
+def _crossed(graph: fx.Graph, products: Sequence[fx.Node]) -> bool:
+    """Whether other products stand between these: they have numbers, by which budgets of recomputation keep their results."""
+    if len(products) == 1:
+        return False
+    nodes = list(graph.nodes)
+    first, last = nodes.index(products[0]), nodes.index(products[-1])
+    return any(record_of(node).multiplies and node not in products for node in nodes[first:last])
+
+
+def in_order(node: fx.Node, dim: int, moved: bool = False) -> bool:
+    """Whether what reads the rows of ``node`` wants them in memory in their order, ``dim`` not at the front; it would copy them else.
+
+    ``moved``: dims are not where they were, so that ``dim`` is not known.
+    """
+    for user in node.users:
+        kind = record_of(user).kind
+        copied = kind is Kind.RESHAPE and record_of(node).kind is Kind.EXPAND  # wherever its rows lie
+        if kind is Kind.ATTENTION or copied or _scattered_alike(user, dim, moved):
+            continue
+        with_ones = kind is Kind.RESHAPE and _longer(node) == _longer(user)
+        alike = kind is Kind.RESHAPE and not moved and sizes_of(node)[: dim + 1] == sizes_of(user)[: dim + 1]
+        if with_ones or alike:
+            pass
+        elif kind not in _APART and operator_name(user) != "getitem" and user.target is not rotary.apply_rotary:
+            return True
+        if in_order(user, dim, moved or with_ones or kind is Kind.PERMUTE):
+            return True
+    return False
+
+
+def _longer(node: fx.Node) -> list[Size]:
+    """Return the sizes of the dims that have more than one element."""
+    return [size for size in sizes_of(node) if size != (1, 0)]
+
+
+def _scattered_alike(product: fx.Node, dim: int, moved: bool) -> bool:
+    """Whether ``product`` becomes one with a reduce-scatter that moves ``dim`` to the front, too."""
+    after = next(iter(product.users), None)
+    if moved or after is None or after.target is not collectives.reduce_scatter or after.kwargs.get("dim") != dim:
+        return False
+    return product in products_of(after)
 
 
 def ring_products_of(node: fx.Node) -> list[fx.Node]:

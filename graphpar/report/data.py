@@ -171,7 +171,10 @@ def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
     if plan.zero == 3:
         said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
     if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
-        hidden = plan.overlap_tp and not cpu
+        within = predicted.communication_s.get("tp", 0.0) - predicted.exposed_s.get("tp", 0.0)
+        hidden = within > 0 and not cpu
+        if hidden and not plan.overlap_tp:
+            said.append("gradients of what enters products of tp summed beside those of weights")
         said.append(f"{'other ' if hidden else ''}collectives in operators waited for")
     return said
 

@@ -63,6 +63,11 @@ class Order:
         return len(self.homes)
 
     @property
+    def splits_backwards(self) -> bool:
+        """Whether weight halves of backwards run apart."""
+        return bool((self.price // self.stages == KIND_ORDER.index("W")).any())
+
+    @property
     def first_transfer_price(self) -> int:
         """The price number of the first transfer, after those of all actions."""
         return len(KIND_ORDER) * self.stages

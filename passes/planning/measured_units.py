@@ -82,7 +82,7 @@ def units_of_ranks(
 ) -> list[Unit]:
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
-    measured = device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings
+    measured = device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings, run.joined
     asked: tuple[Any, ...] = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         if ("split points", *wanted) not in sharded.units:
@@ -140,7 +140,7 @@ class _Measured:
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
         self.works = Works(
             program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes, rings=execution.rings,
-            compiled=execution.compiled, recasts=execution.recasts,
+            joined=execution.joined, compiled=execution.compiled, recasts=execution.recasts,
         )  # fmt: skip
         self.python = not (execution.fused or execution.compiled)
         self.casts = cast_parameters(program) if program.mode == "train" and not execution.recasts else {}

@@ -230,6 +230,7 @@ def _execution(
             gather_bytes=None if dtype is None else dtype.itemsize,
             reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
             copies_gradients=True,
+            joined=True,
         ),
         **gathering(zero, reshard, prefetch, distance),
     )

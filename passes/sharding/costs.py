@@ -20,6 +20,7 @@ from torch import fx
 from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.parallel_products import AXIS, ENTERING, is_product
 from graphpar.operators.placement import literal, sizes_of
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import Step, collective_cost, moves, ring_messages
@@ -49,9 +50,10 @@ class Prices:
             stored.operators[0]: stored.parameters / stored.operators[0].count for stored in problem.stored
         }
         self._numbers: dict[Types, int] = {}
-        self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
+        self._steps: dict[tuple[str, int, bool, bool], tuple[float, float]] = {}
         self._flops: dict[fx.Node, float] = {}
-        self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
+        self._paths: dict[bool, np.ndarray] = {flag: np.full((6, 0, 0), np.nan) for flag in (False, True)}
+        self._beside: dict[tuple[fx.Node, int], float] = {}
 
     def elements(self, node: fx.Node, index: int = 0) -> float:
         """Return the elements of the unsharded tensor."""
@@ -154,41 +156,74 @@ class Prices:
             self._whole[place] = self.nbytes(value.maker.node, (), value.index)
         table = self._paths[value.differentiable]
         if table.shape[1] < len(self._numbers):
-            grown = np.full((2, 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
+            grown = np.full((len(table), 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
             grown[:, : table.shape[1], : table.shape[2]] = table
             table = self._paths[value.differentiable] = grown
-        wanted = np.ix_((0, 1), sources, targets)
+        wanted = np.ix_(range(len(table)), sources, targets)
         if np.isnan(table[wanted]).any():
             types = self.numbered
             for source, target in itertools.product(sources, targets):
                 if np.isnan(table[0, source, target]):
                     table[:, source, target] = self._path(types[source], types[target], value.differentiable)
-        seconds, seconds_per_byte = table[wanted]
-        return np.asarray(seconds + seconds_per_byte * self._whole[place])
+        seconds, seconds_per_byte, sums, sums_per_byte, share, dim = table[wanted]
+        found = seconds + seconds_per_byte * self._whole[place]
+        if beside := self._beside_s(value):
+            of_rows = dim < value_of(value.maker.node).ndim - 1
+            found -= of_rows * np.minimum(sums + sums_per_byte * self._whole[place], beside * share)
+        return np.asarray(found)
 
-    def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, float]:
-        """Return the latency of a path's collectives, and the seconds for each byte of the unsharded tensor."""
+    def _beside_s(self, value: Value) -> float:
+        """Return the seconds on one device of the gradients of the weights by which all that reads a value multiplies it; 0 where
+        something else reads it, too, or the device computes and sends in turn."""
+        place, train = (value.maker.node, value.index), self.workload.train and value.differentiable
+        if place not in self._beside:
+            users = [edge.user.node for edge in value.edges]
+            whole = value_of(value.maker.node)
+            alone = all(edge.position == 0 and is_product(edge.user.node) for edge in value.edges)
+            alone = alone and not isinstance(whole, tuple | list)
+            trained = [node for node in users if node.args[1] in self.problem.differentiable] if alone else []
+            flops = sum(operator_flops(node, self.workload.microbatch) for node in trained)
+            self._beside[place] = flops / self.costs.flops_per_s if self.costs.hides and train else 0.0
+        return self._beside[place]
+
+    def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, ...]:
+        """Return the latency of a path's collectives, and the seconds for each byte of the unsharded tensor; both again of the sum of the
+        gradient that products of its result can hide, and a rank's share of these products, with the gathered dim or -1."""
         steps = moves(source, target, differentiable)
         if steps is None:
-            return math.inf, 0.0
+            return math.inf, 0.0, 0.0, 0.0, 0.0, -1
         seconds, seconds_per_byte, now = 0.0, 0.0, list(source)
+        sums, sums_per_byte, share, dim = 0.0, 0.0, 0.0, -1
         for place, step in steps:
             now[place] = R
             if step.function is not None:
                 started, sent = self._step(step, place, differentiable)
                 seconds += started
                 seconds_per_byte += sent / self._pieces(now)
+                if self._joins(step, place):
+                    started, sent = self._step(step, place, differentiable, forward=False)
+                    sums, sums_per_byte = started, sent / self._pieces(now)
+                    dim = step.source.dim if isinstance(step.source, Shard) else -1
+                    share = 1 / (self.problem.degrees[AXIS] * self._pieces(target))
             now[place] = step.target
-        return seconds, seconds_per_byte
+        return seconds, seconds_per_byte, sums, sums_per_byte, share, dim
 
-    def _step(self, step: Step, place: int, differentiable: bool) -> tuple[float, float]:
-        """Return the latency of a transition's collectives, and the seconds for each byte of the tensor unsharded on the axis."""
-        key = (str(step.function), place, differentiable)
+    def _joins(self, step: Step, place: int) -> bool:
+        """Whether a transition becomes one function with the products that read its result."""
+        plain = not (isinstance(step.source, Shard) and step.source.parts)
+        names = [function.__name__ for function in ENTERING]
+        return self.problem.axes[place] == AXIS and step.function in names and step.target is R and plain
+
+    def _step(self, step: Step, place: int, differentiable: bool, forward: bool = True) -> tuple[float, float]:
+        """Return the latency of a transition's collectives, and the seconds for each byte of the tensor unsharded on the axis; without
+        ``forward`` of its backward alone."""
+        key = (str(step.function), place, differentiable, forward)
         if key not in self._steps:
             axis, row = self.problem.axes[place], step.transition
             backward = row.backward_collective if differentiable and self.workload.train else None
             ways = [
-                collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)
+                collective_cost(name, 1.0, self.problem.degrees[axis])
+                for name in (row.forward_collective if forward else None, backward)
             ]
             self._steps[key] = (
                 sum(self.costs.transition_s(axis, cost.messages, 0.0) for cost in ways),

@@ -170,7 +170,7 @@ def test_about_a_third_of_all_names_is_held_out() -> None:
 
 
 def build(cut: Degrees, kind: str = "none", fused: bool = True) -> Build:
-    return Build(cut, "bf16", False, True, fused, 4, kind)
+    return Build(cut, "bf16", False, True, fused, 4, kind=kind)
 
 
 def moved(cut: Degrees, shape: Shape = SMALL) -> Counter[str]:

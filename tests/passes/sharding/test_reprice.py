@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
+from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.ir.program import Program, operator_name
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.sharding.costs import Workload
@@ -28,11 +30,13 @@ def ready(name: str) -> Program:
     return small(name) if name in MODELS else prepared(example(name), {}, ())
 
 
-def found(name: str, degrees: dict[str, int], rows: int) -> tuple[Sharding, Repricing]:
+def found(
+    name: str, degrees: dict[str, int], rows: int, costs: ShardingCosts | None = None
+) -> tuple[Sharding, Repricing]:
     program = ready(name)
     workload = Workload(rows, 2, program.mode == "train")
-    sharding = sharding_of(search(build_problem(program, degrees), workload))
-    return sharding, Repricing(lower(program, sharding), degrees, workload)
+    sharding = sharding_of(search(build_problem(program, degrees), workload, costs))
+    return sharding, Repricing(lower(program, sharding), degrees, workload, costs)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,19 @@ def test_the_program_costs_what_the_search_said(name: str, degrees: dict[str, in
 
         for part, seconds in sharding.cost.items():
             assert total[part] == pytest.approx(seconds, rel=1e-6, abs=1e-15), part
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_sums_of_gradients_that_products_hide_cost_what_the_program_does(degrees: dict[str, int]) -> None:
+    """Norms stand before all products of this model, so each reads what no other operator does."""
+    slow = ShardingCosts(flops_per_s=1e12)  # every sum is shorter than the products beside it
+    for costs in (ShardingCosts(), slow):
+        sharding, prices = found("llama", degrees, 4096, replace(costs, hides=True))
+        waiting, others = found("llama", degrees, 4096, costs)
+
+        assert prices.total()["transitions"] == pytest.approx(sharding.cost["transitions"], rel=1e-6)
+        assert sum(sharding.cost.values()) < sum(waiting.cost.values()) * (1 - 1e-4)
+        assert sum(prices.total().values()) <= sum(others.total().values())
 
 
 def test_a_transition_that_is_left_out_is_missed() -> None:
