@@ -5,7 +5,8 @@
                 each attention, kept    their keys and values are appended
 
 A prompt is a wide window; then each new token is a window of one position. The runtime says with :func:`bind` which
-sequences the next call of a stage is for. Without a cache the window is the whole sequence.
+sequences the next call of a stage is for. Without a cache the window is the whole sequence. Attention that sees no more than
+the last ``sliding_window`` positions keeps no others: position p takes the place of p - ``sliding_window``.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ class KeyValueCache:
         self._next = 0
 
     def begin(self, position: int, last: bool) -> None:
-        """The next window begins at ``position``; what the cache has from there on is overwritten."""
+        """The next window begins at ``position``: 0, or where the one before ended."""
         self.position, self.last, self._next = position, last, 0
 
-    def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keep the window's keys and values [..., n, e]; return those of all positions so far [..., p + n, e]."""
+    def append(
+        self, key: Tensor, value: Tensor, length: int, sliding_window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the window's keys and values [..., n, e]; return those of all positions that it sees [..., m + n, e].
+
+        They are in order, but for a window of one position that sees ``sliding_window``, of which the order means nothing.
+        """
+        room = length if sliding_window is None else min(length, sliding_window)
         if self._next == len(self._kept):
-            self._kept.append((_empty(key, length), _empty(value, length)))
+            self._kept.append((_empty(key, room), _empty(value, room)))
         kept, window = self._kept[self._next], key.size(-2)
         self._next += 1
-        for whole, part in zip(kept, (key, value)):
-            whole.narrow(-2, self.position, window).copy_(part)
-        return kept[0].narrow(-2, 0, self.position + window), kept[1].narrow(-2, 0, self.position + window)
+        if self.position + window > length:
+            raise ValueError(f"the cache has room for {length} positions")
+        keys, values = (_keep(whole, part, self.position) for whole, part in zip(kept, (key, value)))
+        return keys, values
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +76,13 @@ def last(x: Tensor, dim: int) -> Tensor:
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, length: int, scale: float | None = None, enable_gqa: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: int,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention of a window to all positions up to its own.
 
@@ -76,16 +90,35 @@ def cached_attention(
 
     Args:
         length: of the longest sequence, for which the cache has room.
+        sliding_window: each position sees no more than so many, its own and those just before it.
     """
     first, rows = 0 if _bound is None else _bound.position, query.size(-2)
     if _bound is not None:
-        key, value = _bound.append(key, value, length)
+        key, value = _bound.append(key, value, length, sliding_window)
+    plain = not first and (sliding_window is None or rows <= sliding_window)
     mask = None
-    if first and rows > 1:
-        mask = torch.ones(rows, first + rows, dtype=torch.bool, device=query.device).tril_(first)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=not first, scale=scale, enable_gqa=enable_gqa
-    )
+    if rows > 1 and not plain:
+        before = key.size(-2) - rows
+        mask = torch.ones(rows, before + rows, dtype=torch.bool, device=query.device).tril_(before)
+        if sliding_window is not None:
+            mask.triu_(before - sliding_window + 1)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=plain, scale=scale, enable_gqa=enable_gqa)
+
+
+def _keep(kept: Tensor, part: Tensor, position: int) -> Tensor:
+    """Write ``part`` [..., n, e] from ``position`` on, around the end of ``kept``; return what it sees, itself included."""
+    room, rows = kept.size(-2), part.size(-2)
+    if position + rows <= room:
+        kept.narrow(-2, position, rows).copy_(part)
+        return kept.narrow(-2, 0, position + rows)
+    if rows == 1:
+        kept.narrow(-2, position % room, 1).copy_(part)
+        return kept
+    places = torch.arange(max(0, position - room + 1), position + rows, device=part.device) % room
+    before = places.size(0) - rows
+    seen = torch.cat((kept.index_select(-2, places[:before]), part), -2)
+    kept.index_copy_(-2, places[-room:], seen[..., -room:, :])
+    return seen
 
 
 def _empty(like: Tensor, length: int) -> Tensor:

@@ -21,6 +21,7 @@ from graphpar.passes.normalize.graph_matching import (
     number,
     sizes,
 )
+from graphpar.runtime.modes import GENERATE
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -157,7 +158,10 @@ def _is_minus_infinity(value: Any) -> bool:
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     """Whether a mask lets each row see itself."""
     queries, keys = sizes(node)[-2:]
-    return queries == keys and masks.is_causal(mask, queries)
+    if queries != keys:
+        return False
+    slides = masks.program.mode == GENERATE and masks.window(mask, queries) is not None
+    return slides or masks.is_causal(mask, queries)
 
 
 def _is_scale(scale: float) -> bool:
@@ -177,35 +181,50 @@ def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
 
 def causal_attention(node: fx.Node, masks: Masks) -> bool:
     """A mask of which the values prove that it is causal is no operand."""
+    length = sizes(node.args[0])[-2]
+    if mask_window(node, masks) is None or not masks.is_causal(literal(node, "attn_mask"), length):
+        return False
+    without_mask(node)
+    return True
+
+
+def mask_window(node: fx.Node, masks: Masks) -> int | None:
+    """Return how many keys attention shows each query, its own the last (:meth:`Masks.window`); None where its mask shows others."""
     mask = literal(node, "attn_mask")
     scale = number(literal(node, "scale"))
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
-        return False
+        return None
     length, keys = (sizes(operand)[-2] for operand in node.args[:2])
-    if length != keys or not masks.is_causal(mask, length):
-        return False
+    return masks.window(mask, length) if length == keys else None
+
+
+def without_mask(node: fx.Node) -> fx.Node:
+    """Let causal attention without a mask take the place of ``node``; return it."""
     options = {
         name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")
     }
     dropout = literal(node, "dropout_p")
-    insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
-    return True
+    return insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
 
 
 def grouped_heads(node: fx.Node, masks: Masks) -> bool:
     """Keys and values that are repeated for each group of heads are given once; kernels that take a mask want them repeated."""
+    return without_repeats(node) is not None
+
+
+def without_repeats(node: fx.Node) -> fx.Node | None:
+    """Let attention whose keys and values are given once for each group of heads take the place of ``node``; return it."""
     if isinstance(literal(node, "attn_mask"), fx.Node) or literal(node, "enable_gqa"):
-        return False
+        return None
     query, key, value = node.args[:3]
     groups = _unrepeated(key), _unrepeated(value)
     once = [each for each in groups if each is not None]
     if len(once) < 2 or not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
-        return False
+        return None
     (*lead, heads, _, _), *shapes = (sizes(each) for each in (query, *once))
     if shapes[0][:-2] != shapes[1][:-2] or shapes[0][:-3] != lead or heads != sizes(key)[-3]:
-        return False  # heads or examples are repeated in another way, too
-    insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
-    return True
+        return None  # heads or examples are repeated in another way, too
+    return insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

@@ -1,6 +1,7 @@
 """``windows``: from a model of whole sequences to a program of a window of positions, for generation.
 
     attention that is causal         cached_attention(q, k, v, length)     sees the keys and values that a cache keeps
+    attention in a sliding window    cached_attention(.., sliding_window=w)  of the last w positions
     arange(tokens)                   window(arange(length), 0, tokens)     the window's own positions
     table[:tokens]                   window(table, 0, tokens)
 
@@ -23,6 +24,8 @@ from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.attention_idioms import mask_window, without_mask, without_repeats
+from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import insert_call
 from graphpar.passes.normalize.simplify import remove_dead_code
@@ -50,9 +53,11 @@ def use_windows(program: Program) -> Program:
     graph = copied(program.graph)
     _only_logits(graph, program)
     remove_dead_code(graph)
+    masks = Masks(program.with_graph(graph))
     for node in list(graph.nodes):
         if _is_attention(node):
-            _cached(node, program)
+            _cached(node, program, masks)
+    remove_dead_code(graph)  # masks
     states = _states(graph, program)
     for node in list(graph.nodes):
         _windowed(node, program, states)
@@ -126,7 +131,7 @@ def _is_attention(node: fx.Node) -> bool:
 _ATTENTION = ("scaled_dot_product_attention", "dropout_attention")
 
 
-def _cached(node: fx.Node, program: Program) -> None:
+def _cached(node: fx.Node, program: Program, masks: Masks) -> None:
     """Give causal attention over the positions a cache; attention over other dims stays."""
     query, key, value = node.args[:3]
     if not all(isinstance(each, fx.Node) for each in (query, key, value)):
@@ -134,17 +139,25 @@ def _cached(node: fx.Node, program: Program) -> None:
     follows = [_follows(each) for each in (query, key, value)]  # type: ignore[arg-type]
     if not any(follows):
         return
+    slides = mask_window(node, masks) if operator_name(node) == "scaled_dot_product_attention" else None
+    if slides is not None:
+        node = without_mask(node)
+        node = without_repeats(node) or node
+        query, key, value = node.args[:3]
     if isinstance(literal(node, "attn_mask"), fx.Node) or not literal(node, "is_causal", 5, False):
         raise GraphparError(
             f"{program.name} can't generate: attention{where(node)} is not provably causal, so a new token would change the keys and "
             "values of those before it. A mask is causal where the values that it is made of say so (those of a buffer that is saved with "
-            "the weights may change: give it persistent=False, or call attention with is_causal=True); sliding windows and padding are not."
+            "the weights may change: give it persistent=False, or call attention with is_causal=True), and so is a window that slides; "
+            "chunks, padding and ALiBi are not."
         )
     if not all(follows) or literal(node, "dropout_p", 4, 0.0):
         raise GraphparError(
             f"{program.name} can't generate: attention{where(node)} has dropout, or keys of another sequence."
         )
     given: dict[str, Any] = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
+    if slides is not None and slides < program.batch:
+        given["sliding_window"] = slides
     insert_call(node, kv_cache.cached_attention, (query, key, value, program.batch), given)
 
 
