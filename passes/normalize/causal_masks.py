@@ -11,6 +11,7 @@ Other masks (``triu`` of ones) are made, up to ``MOST_ELEMENTS``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,9 @@ _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 
 class _UnknownError(Exception):
     """The mask depends on values that are not known before the program runs."""
+
+
+_UNKNOWN = (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Masks:
             try:
                 with torch.no_grad():
                     self._known[mask] = self._window(mask, length)
-            except (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError):
+            except _UNKNOWN:
                 self._known[mask] = None
         return self._known[mask]
 
@@ -129,6 +133,19 @@ class Masks:
             return None
         tried = [longest] if isinstance(length, int) else tried_lengths(longest, width)
         return width if all(_shows(self._values(length, n).of(mask), n, width) for n in tried) else None
+
+    def values(self, node: fx.Node) -> Iterator[tuple[int, Any]]:
+        """Yield lengths of a sequence of a program for generation, the longest first, with the value that ``node`` has in each.
+
+        It is None where it depends on more than constants.
+        """
+        for length in reversed(tried_lengths(self.program.batch)):
+            try:
+                with torch.no_grad():
+                    value = self._values("", length).of(node)
+            except _UNKNOWN:
+                value = None
+            yield length, value
 
     def _longest(self, length: int | str) -> int:
         return length if isinstance(length, int) else self.program.batch

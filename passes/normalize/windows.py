@@ -3,6 +3,7 @@
     attention that is causal         cached_attention(q, k, v, length)     sees the keys and values that a cache keeps
     attention in a sliding window    cached_attention(.., sliding_window=w)  of the last w positions
     arange(tokens)                   window(arange(length), 0, tokens)     the window's own positions
+    cumsum of ones                   an arange, where the values say so
     table[:tokens]                   window(table, 0, tokens)
 
 The program was traced with the positions of its tokens in the place of the batch (:mod:`graphpar.frontend.generation`), so what tells
@@ -26,6 +27,7 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.attention_idioms import mask_window, without_mask, without_repeats
 from graphpar.passes.normalize.causal_masks import Masks
+from graphpar.passes.normalize.counted_positions import count_positions
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import insert_call
 from graphpar.passes.normalize.simplify import remove_dead_code
@@ -58,7 +60,8 @@ def use_windows(program: Program) -> Program:
         if _is_attention(node):
             _cached(node, program, masks)
     remove_dead_code(graph)  # masks
-    states = _states(graph, program)
+    count_positions(graph, program, _analysis(graph, program).couplings)
+    states = _analysis(graph, program).states
     for node in list(graph.nodes):
         _windowed(node, program, states)
     _only_last(graph)
@@ -188,12 +191,12 @@ def check_rows(program: Program) -> None:
         )
 
 
-def _states(graph: fx.Graph, program: Program) -> dict[fx.Node, Any]:
+def _analysis(graph: fx.Graph, program: Program) -> Analysis:
     analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
     for node in graph.nodes:
         if node.op != "output":
             analysis.visit(node)
-    return analysis.states
+    return analysis
 
 
 def _windowed(node: fx.Node, program: Program, states: dict[fx.Node, Any]) -> None:

@@ -23,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -88,7 +90,13 @@ def cohere2() -> nn.Module:
     return Cohere2ForCausalLM(Cohere2Config(**_SIZES, sliding_window=SLIDING, sliding_window_pattern=2, pad_token_id=0))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
+def opt() -> nn.Module:
+    """Positions are counted from a mask of ones."""
+    sizes = {name: size for name, size in _SIZES.items() if not name.startswith(("inter", "num_key", "init"))}
+    return OPTForCausalLM(OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32, init_std=0.3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "opt": opt}
 WINDOWS: dict[str, Callable[[], nn.Module]] = {
     "mistral": mistral,
     "phi3": phi3,
@@ -165,7 +173,8 @@ def test_on_more_ranks(pool: RankPool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_models_with_sliding_windows_on_two_ranks(rows: int, pool: RankPool, tmp_path: Path) -> None:
-    check([(name, mesh, rows) for name in WINDOWS for mesh in ({"pp": 2}, {"tp": 2})], 2, tmp_path, pool)
+    names = (*WINDOWS, "opt")
+    check([(name, mesh, rows) for name in names for mesh in ({"pp": 2}, {"tp": 2})], 2, tmp_path, pool)
 
 
 @pytest.mark.slow

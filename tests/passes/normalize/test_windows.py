@@ -42,6 +42,18 @@ BY_COLUMNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Masks by comparisons of rows [s, 1] with columns [1, s]."""
 
 
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "counted": lambda ids: torch.ones_like(ids).cumsum(1) - 1,
+    "counted in floats": lambda ids: (torch.ones(ids.shape).cumsum(-1) * torch.ones(ids.shape) - 1).long(),
+    "counted down the columns": lambda ids: torch.ones(ids.size(1), 1).cumsum(0).long().flatten() - 1,
+    "tokens": lambda ids: (ids != 1).cumsum(1) - 1,
+    "twos": lambda ids: torch.full_like(ids, 2).cumsum(1) // 3,
+    "counted from the end": lambda ids: torch.ones_like(ids).cumsum(1).flip(1) - 1,
+    "counted and dropped": lambda ids: torch.ones_like(ids).cumsum(1).clamp(max=5),
+}
+"""Positions [batch, s] that are counted from a mask [batch, s]."""
+
+
 class Block(nn.Module):
     def __init__(self, attention: str, mix: str) -> None:
         super().__init__()
@@ -124,8 +136,8 @@ class Writer(nn.Module):
             x = x + self.table[:, :steps]
         elif self.positions == "buffer":
             x = x + self.get_buffer("fixed")[:steps]
-        elif self.positions == "counted":
-            x = x + self.places(torch.ones_like(ids).cumsum(1) - 1)
+        elif self.positions in COUNTED:
+            x = x + self.places(COUNTED[self.positions](ids))
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)
@@ -155,6 +167,10 @@ def program_of(model: nn.Module, rows: int = 2) -> gp.Program:
         {"attention": "sliding, added"},
         {"positions": "parameter"},
         {"positions": "buffer"},
+        {"positions": "counted"},
+        {"positions": "counted in floats"},
+        {"positions": "counted down the columns"},
+        {"positions": "counted and dropped"},
     ],
     ids=str,
 )
@@ -211,7 +227,9 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
         ({"attention": "holes"}, "not provably causal"),
         ({"attention": "alibi"}, "not provably causal"),
         ({"attention": "saved"}, "persistent=False"),
-        ({"positions": "counted"}, "cumsum mixes positions"),
+        ({"positions": "tokens"}, r"cumsum mixes positions \(test_windows.py"),
+        ({"positions": "twos"}, "cumsum mixes positions"),
+        ({"positions": "counted from the end"}, "flip mixes positions"),
         ({"mix": "mean"}, "mean mixes positions"),
         ({"mix": "cumsum"}, "cumsum mixes positions"),
         ({"mix": "flip"}, "flip mixes positions"),
