@@ -83,6 +83,7 @@ def cached_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of a window to all positions up to its own.
 
@@ -91,18 +92,40 @@ def cached_attention(
     Args:
         length: of the longest sequence, for which the cache has room.
         sliding_window: each position sees no more than so many, its own and those just before it.
+        softcap: scores s are ``softcap * tanh(s / softcap)`` before they are hidden.
     """
     first, rows = 0 if _bound is None else _bound.position, query.size(-2)
     if _bound is not None:
         key, value = _bound.append(key, value, length, sliding_window)
     plain = not first and (sliding_window is None or rows <= sliding_window)
     mask = None
-    if rows > 1 and not plain:
+    if rows > 1 and (softcap is not None or not plain):
         before = key.size(-2) - rows
         mask = torch.ones(rows, before + rows, dtype=torch.bool, device=query.device).tril_(before)
         if sliding_window is not None:
             mask.triu_(before - sliding_window + 1)
+    if softcap is not None:
+        return _capped_attention(query, key, value, mask, scale, enable_gqa, softcap)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=plain, scale=scale, enable_gqa=enable_gqa)
+
+
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float,
+) -> Tensor:
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights.to(value.dtype) @ value
 
 
 def _keep(kept: Tensor, part: Tensor, position: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +28,43 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 
 
+@dataclass(frozen=True)
+class Written:
+    """Attention in products: ``softmax(scale * query @ key.mT + mask) @ value``, with a ``cap`` of ``cap * tanh(scores / cap) + mask``."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: fx.Node | None
+    scale: float
+    cap: float | None
+
+    def call(self, node: fx.Node) -> fx.Node:
+        """Let a call of torch's attention, which knows no cap, take the place of ``node``."""
+        usual = math.isclose(self.scale, value_of(self.query).shape[-1] ** -0.5, rel_tol=1e-12)
+        options = {} if usual else {"scale": self.scale}
+        return insert_call(node, _ATTENTION, (self.query, self.key, self.value, self.mask), options)
+
+
 def plain_attention(node: fx.Node, masks: Masks) -> bool:
     """``softmax(scale * q @ k.mT + mask) @ v``: one call."""
+    found = written_attention(node, masks)
+    if found is None or found.cap is not None:
+        return False
+    found.call(node)
+    return True
+
+
+def written_attention(node: fx.Node, masks: Masks) -> Written | None:
+    """Return the attention that a product of weights and values ends."""
     weights, value = node.args[0], node.args[1]
     softmax = _softmax(weights)
     if softmax is None or not isinstance(value, fx.Node):
-        return False
+        return None
     found = _scores(softmax.args[0], masks)
     if found is None:
-        return False
-    query, keys, mask, scale = found
+        return None
+    query, keys, mask, scale, cap = found
     shapes = [sizes(operand) for operand in (query, keys, value)]
     (*lead, _, width), (*others, above, length), (*third, rows, _) = shapes
     if (
@@ -47,20 +75,17 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
         or above != width
         or length != rows
     ):
-        return False
+        return None
     if sizes(node) != [*lead, shapes[0][-2], shapes[2][-1]]:  # a mask of more heads or examples repeats the scores
-        return False
+        return None
     dtypes = {value_of(operand).dtype for operand in (query, keys, value, node)}
     if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
-        return False
+        return None
     if mask is not None and (
         value_of(mask).dtype not in (torch.bool, value_of(query).dtype) or value_of(mask).ndim < 2
     ):
-        return False
-    key = _turned(node, keys)
-    usual = math.isclose(scale, width**-0.5, rel_tol=1e-12)
-    insert_call(node, _ATTENTION, (query, key, value, mask), {} if usual else {"scale": scale})
-    return True
+        return None
+    return Written(query, _turned(node, keys), value, mask, scale, cap)
 
 
 def _softmax(weights: Any) -> fx.Node | None:
@@ -79,15 +104,16 @@ def _is_rounding(node: Any) -> bool:
     return copies and bool(value_of(node).is_floating_point() and value_of(node.args[0]).is_floating_point())
 
 
-def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float] | None:
-    """Return query, turned keys, mask and scale of scores, undone step by step: casts, the mask, factors, the product."""
+def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float, float | None] | None:
+    """Return query, turned keys, mask, scale and cap of scores, undone step by step: casts, the mask, the cap, factors, the product."""
     mask: fx.Node | None = None
+    cap: float | None = None
     scale, scaled = 1.0, False
     while isinstance(node, fx.Node) and node.op == "call_function":
         if is_call(node, "matmul", "bmm"):
             query, keys = node.args
             fits = isinstance(query, fx.Node) and isinstance(keys, fx.Node) and _is_scale(scale)
-            return (query, keys, mask, scale) if fits else None  # type: ignore[return-value]
+            return (query, keys, mask, scale * (cap or 1.0), cap) if fits else None  # type: ignore[return-value]
         if _is_rounding(node):
             node = node.args[0]
         elif is_call(node, "mul", "div"):
@@ -95,6 +121,9 @@ def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, 
             if not factor or literal(node, "rounding_mode", default=""):
                 return None
             scale, scaled = scale * factor if is_call(node, "mul") else scale / factor, True
+            node = node.args[0]
+        elif is_call(node, "tanh") and cap is None and _is_scale(scale):
+            cap, scale, scaled = scale, 1.0, True
             node = node.args[0]
         elif mask is None and not scaled:
             found = _masked(node, masks)

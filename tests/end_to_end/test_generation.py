@@ -13,6 +13,8 @@ from torch import nn
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -80,6 +82,13 @@ def qwen2() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1))
 
 
+def gemma2() -> nn.Module:
+    """Each second layer sees all positions, all with capped scores."""
+    return Gemma2ForCausalLM(
+        Gemma2Config(**_SIZES, head_dim=8, sliding_window=SLIDING, attn_logit_softcapping=2.0, query_pre_attn_scalar=8)
+    )
+
+
 def gemma3() -> nn.Module:
     """Each second layer sees all positions, with other rotary embeddings."""
     return Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=SLIDING, sliding_window_pattern=2))
@@ -101,6 +110,7 @@ WINDOWS: dict[str, Callable[[], nn.Module]] = {
     "mistral": mistral,
     "phi3": phi3,
     "qwen2": qwen2,
+    "gemma2": gemma2,
     "gemma3": gemma3,
     "cohere2": cohere2,
 }

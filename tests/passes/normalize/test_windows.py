@@ -75,6 +75,13 @@ class Block(nn.Module):
         if self.attention == "sliding, filled":
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
             return scores.masked_fill((behind < 0) | ~(behind < SLIDING), -1e10).softmax(-1) @ v
+        if self.attention in ("capped", "capped, in a window", "capped, and seen whole"):
+            scores = 3.0 * torch.tanh(q @ k.transpose(-2, -1) / 5.0)
+            if self.attention != "capped, and seen whole":
+                scores = scores + torch.where(
+                    (behind >= 0) & (behind < (SLIDING if "window" in self.attention else 99)), 0.0, -1e10
+                )
+            return scores.softmax(-1) @ v
         if self.attention in BY_COLUMNS:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=BY_COLUMNS[self.attention](places[:, None], places[None])
@@ -165,6 +172,8 @@ def program_of(model: nn.Module, rows: int = 2) -> gp.Program:
         {"attention": "sliding"},
         {"attention": "sliding, filled"},
         {"attention": "sliding, added"},
+        {"attention": "capped"},
+        {"attention": "capped, in a window"},
         {"positions": "parameter"},
         {"positions": "buffer"},
         {"positions": "counted"},
@@ -223,6 +232,7 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
         ({"attention": "whole"}, "not provably causal"),
         ({"attention": "sliding, as it grows"}, "not provably causal"),
         ({"attention": "sliding, and what follows"}, "not provably causal"),
+        ({"attention": "capped, and seen whole"}, "not provably causal"),
         ({"attention": "chunks"}, "not provably causal"),
         ({"attention": "holes"}, "not provably causal"),
         ({"attention": "alibi"}, "not provably causal"),
