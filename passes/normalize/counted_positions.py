@@ -9,6 +9,7 @@ positions in all lengths that are tried, is that. Such a tensor can be computed 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 import torch
 from torch import Tensor, fx
@@ -71,11 +72,10 @@ def _replace(node: fx.Node, start: int, program: Program) -> None:
 
 def _size(node: fx.Node, program: Program) -> fx.Node:
     """Return the number of positions of the window, as a node before ``node``."""
-    for each in node.graph.nodes:
-        if each is node:
-            break
-        if is_size(each) and size_factor(each) == 1 and isinstance(value_of(each), torch.SymInt):
-            return each
+    before = takewhile(lambda each: each is not node, node.graph.nodes)
+    sizes: list[fx.Node] = [each for each in before if is_size(each) and size_factor(each) == 1]
+    if sizes:
+        return sizes[0]
     tokens = next(each for each in node.graph.nodes if each.op == "placeholder")
     dim = program.inputs[0].batch_dim
     assert dim is not None

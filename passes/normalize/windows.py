@@ -60,12 +60,12 @@ def use_windows(program: Program) -> Program:
     for node in list(graph.nodes):
         capped = written_attention(node, masks) if is_call(node, "matmul", "bmm") else None
         if capped is not None and capped.cap is not None:
-            made = _cached(capped.call(node), program, masks)
-            if made is None:
+            cached = _cached(capped.call(node), program, masks)
+            if cached is None:
                 raise GraphparError(
                     f"{program.name} can't generate: attention{where(node)} has a cap, and not over positions."
                 )
-            made.kwargs = {**made.kwargs, "softcap": capped.cap}
+            cached.kwargs = {**cached.kwargs, "softcap": capped.cap}
         elif _is_attention(node):
             _cached(node, program, masks)
     remove_dead_code(graph)  # masks
