@@ -75,10 +75,19 @@ def _attention_on_cuda(
 
 
 def _cached_attention_on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, length: int, scale: float | None = None, enable_gqa: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: int,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Run :func:`graphpar.emitted.kv_cache.cached_attention` by CUDA's kernels."""
-    key, value, mask, causal = kv_cache.seen(query, key, value, length)
+    if softcap is not None:  # no kernel's
+        return kv_cache.cached_attention(query, key, value, length, scale, enable_gqa, sliding_window, softcap)
+    key, value, mask, causal = kv_cache.seen(query, key, value, length, sliding_window)
     return _attention_on_cuda(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.contractions import Size, matrices
-from graphpar.operators.placement import operands_of
+from graphpar.operators.placement import literal, operands_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 
@@ -75,12 +75,15 @@ def operator_flops(node: fx.Node, batch: int) -> float:
 
 
 def cache_length(node: fx.Node) -> int | None:
-    """Return for how many positions attention keeps keys and values in a cache; None where it keeps none."""
-    return int(node.args[3]) if operator_name(node) == "cached_attention" else None  # type: ignore[arg-type]
+    """Return for how many positions attention keeps keys and values in a cache, those of its sliding window; None where it keeps none."""
+    if operator_name(node) != "cached_attention":
+        return None
+    length, window = literal(node, "length", 3), literal(node, "sliding_window", 6)
+    return int(length) if window is None else min(int(length), int(window))
 
 
 def cached_bytes(node: fx.Node) -> int | None:
-    """Return the bytes of the keys and values that attention keeps for as many positions as the cache has room for."""
+    """Return the bytes of the keys and values that attention keeps for as many positions as its cache has room for."""
     length = cache_length(node)
     if length is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +22,49 @@ from graphpar.passes.normalize.graph_matching import (
     number,
     sizes,
 )
+from graphpar.runtime.modes import GENERATE
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 
 
+@dataclass(frozen=True)
+class Written:
+    """Attention in products: ``softmax(scale * query @ key.mT + mask) @ value``, with a ``cap`` of ``cap * tanh(scores / cap) + mask``."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: fx.Node | None
+    scale: float
+    cap: float | None
+
+    def call(self, node: fx.Node) -> fx.Node:
+        """Let a call of torch's attention, which knows no cap, take the place of ``node``."""
+        usual = math.isclose(self.scale, value_of(self.query).shape[-1] ** -0.5, rel_tol=1e-12)
+        options = {} if usual else {"scale": self.scale}
+        return insert_call(node, _ATTENTION, (self.query, self.key, self.value, self.mask), options)
+
+
 def plain_attention(node: fx.Node, masks: Masks) -> bool:
     """``softmax(scale * q @ k.mT + mask) @ v``: one call."""
+    found = written_attention(node, masks)
+    if found is None or found.cap is not None:
+        return False
+    found.call(node)
+    return True
+
+
+def written_attention(node: fx.Node, masks: Masks) -> Written | None:
+    """Return the attention that a product of weights and values ends."""
     weights, value = node.args[0], node.args[1]
     softmax = _softmax(weights)
     if softmax is None or not isinstance(value, fx.Node):
-        return False
+        return None
     found = _scores(softmax.args[0], masks)
     if found is None:
-        return False
-    query, keys, mask, scale = found
+        return None
+    query, keys, mask, scale, cap = found
     shapes = [sizes(operand) for operand in (query, keys, value)]
     (*lead, _, width), (*others, above, length), (*third, rows, _) = shapes
     if (
@@ -46,20 +75,17 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
         or above != width
         or length != rows
     ):
-        return False
+        return None
     if sizes(node) != [*lead, shapes[0][-2], shapes[2][-1]]:  # a mask of more heads or examples repeats the scores
-        return False
+        return None
     dtypes = {value_of(operand).dtype for operand in (query, keys, value, node)}
     if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
-        return False
+        return None
     if mask is not None and (
         value_of(mask).dtype not in (torch.bool, value_of(query).dtype) or value_of(mask).ndim < 2
     ):
-        return False
-    key = _turned(node, keys)
-    usual = math.isclose(scale, width**-0.5, rel_tol=1e-12)
-    insert_call(node, _ATTENTION, (query, key, value, mask), {} if usual else {"scale": scale})
-    return True
+        return None
+    return Written(query, _turned(node, keys), value, mask, scale, cap)
 
 
 def _softmax(weights: Any) -> fx.Node | None:
@@ -78,15 +104,16 @@ def _is_rounding(node: Any) -> bool:
     return copies and bool(value_of(node).is_floating_point() and value_of(node.args[0]).is_floating_point())
 
 
-def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float] | None:
-    """Return query, turned keys, mask and scale of scores, undone step by step: casts, the mask, factors, the product."""
+def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float, float | None] | None:
+    """Return query, turned keys, mask, scale and cap of scores, undone step by step: casts, the mask, the cap, factors, the product."""
     mask: fx.Node | None = None
+    cap: float | None = None
     scale, scaled = 1.0, False
     while isinstance(node, fx.Node) and node.op == "call_function":
         if is_call(node, "matmul", "bmm"):
             query, keys = node.args
             fits = isinstance(query, fx.Node) and isinstance(keys, fx.Node) and _is_scale(scale)
-            return (query, keys, mask, scale) if fits else None  # type: ignore[return-value]
+            return (query, keys, mask, scale * (cap or 1.0), cap) if fits else None  # type: ignore[return-value]
         if _is_rounding(node):
             node = node.args[0]
         elif is_call(node, "mul", "div"):
@@ -94,6 +121,9 @@ def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, 
             if not factor or literal(node, "rounding_mode", default=""):
                 return None
             scale, scaled = scale * factor if is_call(node, "mul") else scale / factor, True
+            node = node.args[0]
+        elif is_call(node, "tanh") and cap is None and _is_scale(scale):
+            cap, scale, scaled = scale, 1.0, True
             node = node.args[0]
         elif mask is None and not scaled:
             found = _masked(node, masks)
@@ -157,7 +187,10 @@ def _is_minus_infinity(value: Any) -> bool:
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     """Whether a mask lets each row see itself."""
     queries, keys = sizes(node)[-2:]
-    return queries == keys and masks.is_causal(mask, queries)
+    if queries != keys:
+        return False
+    slides = masks.program.mode == GENERATE and masks.window(mask, queries) is not None
+    return slides or masks.is_causal(mask, queries)
 
 
 def _is_scale(scale: float) -> bool:
@@ -177,35 +210,50 @@ def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
 
 def causal_attention(node: fx.Node, masks: Masks) -> bool:
     """A mask of which the values prove that it is causal is no operand."""
+    length = sizes(node.args[0])[-2]
+    if mask_window(node, masks) is None or not masks.is_causal(literal(node, "attn_mask"), length):
+        return False
+    without_mask(node)
+    return True
+
+
+def mask_window(node: fx.Node, masks: Masks) -> int | None:
+    """Return how many keys attention shows each query, its own the last (:meth:`Masks.window`); None where its mask shows others."""
     mask = literal(node, "attn_mask")
     scale = number(literal(node, "scale"))
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
-        return False
+        return None
     length, keys = (sizes(operand)[-2] for operand in node.args[:2])
-    if length != keys or not masks.is_causal(mask, length):
-        return False
+    return masks.window(mask, length) if length == keys else None
+
+
+def without_mask(node: fx.Node) -> fx.Node:
+    """Let causal attention without a mask take the place of ``node``; return it."""
     options = {
         name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")
     }
     dropout = literal(node, "dropout_p")
-    insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
-    return True
+    return insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
 
 
 def grouped_heads(node: fx.Node, masks: Masks) -> bool:
     """Keys and values that are repeated for each group of heads are given once; kernels that take a mask want them repeated."""
+    return without_repeats(node) is not None
+
+
+def without_repeats(node: fx.Node) -> fx.Node | None:
+    """Let attention whose keys and values are given once for each group of heads take the place of ``node``; return it."""
     if isinstance(literal(node, "attn_mask"), fx.Node) or literal(node, "enable_gqa"):
-        return False
+        return None
     query, key, value = node.args[:3]
     groups = _unrepeated(key), _unrepeated(value)
     once = [each for each in groups if each is not None]
     if len(once) < 2 or not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
-        return False
+        return None
     (*lead, heads, _, _), *shapes = (sizes(each) for each in (query, *once))
     if shapes[0][:-2] != shapes[1][:-2] or shapes[0][:-3] != lead or heads != sizes(key)[-3]:
-        return False  # heads or examples are repeated in another way, too
-    insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
-    return True
+        return None  # heads or examples are repeated in another way, too
+    return insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

@@ -1,17 +1,18 @@
-"""Whether the values of a mask prove that attention is causal, whatever the inputs.
+"""What the values of a mask prove of attention, whatever the inputs: that it is causal, or a window that slides.
 
     arange ──► unsqueeze ──► <= ──► & ──► index ... ──► mask [b, 1, s, s]        is_causal: row i shows columns 0 to i
+                                                                                 window w: row i shows max(0, i - w + 1) to i
 
 What the mask is made of runs on small tensors. The mask itself has s x s elements, too many to make for a long sequence, so
-comparisons of a column with a row, and what is made of them, are kept as how many columns each row shows (:class:`_Prefix`).
+comparisons of a column with a row, and what is made of them, are kept as which columns each row shows (:class:`_Band`).
 Other masks (``triu`` of ones) are made, up to ``MOST_ELEMENTS``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
 MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
+SMALL = 2**16
+"""Masks with more elements are bands, where they can be said so."""
 _EXAMPLES = 2
 """So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.alike_examples`)."""
 _ALL, _SHORT = 128, 16
@@ -42,20 +45,52 @@ class _UnknownError(Exception):
     """The mask depends on values that are not known before the program runs."""
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """A mask that shows the first ``count`` columns of each row: int64 [..., rows]; ``hidden`` is added to (or in place of) the others.
+_UNKNOWN = (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError)
 
-    ``hidden`` is None for a mask of booleans.
+
+@dataclass(frozen=True)
+class _Band:
+    """A mask that shows the columns from ``first`` to before ``end`` of each row; ``hidden`` is added to (or in place of) the others.
+
+    Attributes:
+        first: int64 [..., rows], at most ``end``, of the same shape.
+        columns: how many there are.
+        hidden: None for a mask of booleans.
     """
 
-    count: Tensor
+    first: Tensor
+    end: Tensor
     columns: int
     hidden: float | None = None
 
+    def __and__(self, other: _Band) -> _Band:
+        first, end = torch.maximum(self.first, other.first), torch.minimum(self.end, other.end)
+        return _Band(first, torch.maximum(first, end), self.columns)
+
+    def __or__(self, other: _Band) -> _Band | None:
+        """What either shows; None where that has holes."""
+        a, b, c, d = torch.broadcast_tensors(self.first, self.end, other.first, other.end)
+        without, with_none = a == b, c == d
+        whole = without | with_none | (torch.maximum(a, c) <= torch.minimum(b, d))
+        if not bool(whole.all()):
+            return None
+        first = torch.where(without, c, torch.where(with_none, a, torch.minimum(a, c)))
+        end = torch.where(without, d, torch.where(with_none, b, torch.maximum(b, d)))
+        return _Band(first, end, self.columns)
+
+    def __invert__(self) -> _Band | None:
+        """What it hides; None where that has holes."""
+        before, after = (self.first == 0), (self.end == self.columns)
+        if not bool((before | after | (self.first == self.end)).all()):
+            return None
+        none = self.first == self.end
+        first = torch.where(before & ~none, self.end, 0)
+        end = torch.where(before | none, self.columns, self.first)
+        return _Band(first, torch.maximum(first, end), self.columns)
+
 
 class Masks:
-    """Knows which masks of a program are causal; layers share them.
+    """Knows which columns the masks of a program show; layers share them.
 
     Attributes:
         program: the program whose graph the masks are in.
@@ -64,48 +99,94 @@ class Masks:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._lengths: dict[int, _Values] = {}
-        self._known: dict[fx.Node, bool] = {}
+        self._known: dict[fx.Node, int | None] = {}
 
     def is_causal(self, mask: fx.Node, length: int | str) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.
 
         A ``length`` that is no number is that of the sequence of a program for generation, whose masks are tried in several lengths.
         """
+        return self.window(mask, length) == self._longest(length)
+
+    def window(self, mask: fx.Node, length: int | str) -> int | None:
+        """Return how many columns ``mask`` shows each row, its own the last, where there are so many before it.
+
+        That is the (longest) length where the mask is causal; None where it shows anything else.
+        """
         made = value_of(mask)
         if not isinstance(made, Tensor) or made.ndim < 2 or sizes(mask)[-2:] != [length, length]:
-            return False
+            return None
         if not isinstance(length, int) and (self.program.mode != GENERATE or size_coefficient(made.shape[-1]) != 1):
-            return False
+            return None
         if mask not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[mask] = all(_shows_lower(values.of(mask), n) for n, values in self._tried(length))
-            except (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError):
-                self._known[mask] = False
+                    self._known[mask] = self._window(mask, length)
+            except _UNKNOWN:
+                self._known[mask] = None
         return self._known[mask]
 
-    def _tried(self, length: int | str) -> Iterator[tuple[int, _Values]]:
-        """Yield lengths, with the values that the program has for sequences of them."""
-        if isinstance(length, int):
-            yield length, self._lengths.setdefault(0, _Values(self.program))
-            return
-        longest = self.program.batch
-        short = longest if longest <= _ALL else _SHORT
-        for tried in sorted({*range(1, min(short, longest) + 1), longest // 2, longest - 1, longest} - {0}):
-            yield tried, self._lengths.setdefault(tried, _Values(self.program, tried))
+    def _window(self, mask: fx.Node, length: int | str) -> int | None:
+        longest = self._longest(length)
+        width = _last_row(self._values(length, longest).of(mask))
+        if not 1 <= width <= longest:
+            return None
+        tried = [longest] if isinstance(length, int) else tried_lengths(longest, width)
+        return width if all(_shows(self._values(length, n).of(mask), n, width) for n in tried) else None
+
+    def values(self, node: fx.Node) -> Iterator[tuple[int, Any]]:
+        """Yield lengths of a sequence of a program for generation, the longest first, with the value that ``node`` has in each.
+
+        It is None where it depends on more than constants.
+        """
+        for length in reversed(tried_lengths(self.program.batch)):
+            try:
+                with torch.no_grad():
+                    value = self._values("", length).of(node)
+            except _UNKNOWN:
+                value = None
+            yield length, value
+
+    def _longest(self, length: int | str) -> int:
+        return length if isinstance(length, int) else self.program.batch
+
+    def _values(self, length: int | str, tried: int) -> _Values:
+        """Return the values that the program has, for sequences of ``tried`` positions where their length varies."""
+        varies = not isinstance(length, int)
+        return self._lengths.setdefault(tried if varies else 0, _Values(self.program, tried if varies else None))
 
 
-def _shows_lower(value: Any, length: int) -> bool:
-    if isinstance(value, _Prefix):
-        rows = torch.arange(1, length + 1)
+def tried_lengths(longest: int, width: int | None = None) -> list[int]:
+    """Return lengths that stand for all up to ``longest``, with those about a window of ``width`` positions."""
+    short = longest if longest <= _ALL else _SHORT
+    about = {width - 1, width, width + 1} if width is not None else set()
+    tried = {*range(1, short + 1), *about, longest // 2, longest - 1, longest}
+    return sorted(n for n in tried if 1 <= n <= longest)
+
+
+def _last_row(value: Any) -> int:
+    """Return how many columns the last row of a mask shows."""
+    if isinstance(value, _Band):
+        return int((value.end - value.first)[..., -1].flatten()[0])
+    if not isinstance(value, Tensor):
+        raise _UnknownError
+    row = value[..., -1, :].reshape(-1, value.shape[-1])[0]
+    return int((row if row.dtype == torch.bool else row == 0).sum())
+
+
+def _shows(value: Any, length: int, width: int) -> bool:
+    """Whether each row of a mask shows its own column and the ``width - 1`` before it, and hides the others."""
+    if isinstance(value, _Band):
+        end = torch.arange(1, length + 1)
         hides = value.hidden is None or value.hidden <= HIDES
-        return hides and value.columns == length and bool((value.count == rows).all())
+        exact = bool((value.end == end).all() and (value.first == (end - width).clamp(min=0)).all())
+        return hides and value.columns == length and exact
     if not isinstance(value, Tensor) or value.shape[-2:] != (length, length):
         return False
-    lower = torch.ones(length, length, dtype=torch.bool).tril_()
+    shown = torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - width)
     if value.dtype == torch.bool:
-        return bool((value == lower).all())
-    return bool(torch.where(lower, value == 0, value <= HIDES).all())
+        return bool((value == shown).all())
+    return bool(torch.where(shown, value == 0, value <= HIDES).all())
 
 
 class _Values:
@@ -121,7 +202,7 @@ class _Values:
         self.differing: set[fx.Node] = set()  # between examples
 
     def of(self, node: fx.Node) -> Any:
-        """Return the value of ``node``, a tensor, a number or a :class:`_Prefix`.
+        """Return the value of ``node``, a tensor, a number or a :class:`_Band`.
 
         Raises:
             _UnknownError: it depends on inputs, parameters or buffers, or is too large.
@@ -145,7 +226,7 @@ class _Values:
         Raises:
             _UnknownError: it may do so in larger batches.
         """
-        if node.op != "call_function" or not isinstance(value, Tensor | _Prefix) or self.positions is not None:
+        if node.op != "call_function" or not isinstance(value, Tensor | _Band) or self.positions is not None:
             return
         found = differs(node, value if isinstance(value, Tensor) else None, self.differing)
         if found is None:
@@ -170,10 +251,10 @@ class _Values:
             return int(value) if coefficient is None else coefficient * self.batch
         if node.op != "call_function" or record_of(node).kind is Kind.RANDOM:
             raise _UnknownError
-        if isinstance(value, Tensor) and value.ndim >= 2 and self._size(node) > 2**16:
-            prefix = self._as_prefix(node)
-            if prefix is not None:
-                return prefix
+        if isinstance(value, Tensor) and value.ndim >= 2 and self._size(node) > SMALL:
+            band = self._as_band(node)
+            if band is not None:
+                return band
             if self._size(node) > MOST_ELEMENTS:
                 raise _UnknownError
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
@@ -189,11 +270,12 @@ class _Values:
         if node not in self.known:  # only its shape is read
             return torch.zeros((), dtype=value_of(node).dtype).expand(self._shape(node))
         value = self.known[node]
-        if isinstance(value, _Prefix):
+        if isinstance(value, _Band):
             shape = self._shape(node)
-            if value.count.numel() * value.columns > MOST_ELEMENTS:
+            if value.end.numel() * value.columns > MOST_ELEMENTS:
                 raise _UnknownError
-            shown = torch.arange(value.columns) < value.count.unsqueeze(-1)
+            column = torch.arange(value.columns)
+            shown = (column >= value.first.unsqueeze(-1)) & (column < value.end.unsqueeze(-1))
             whole = shown if value.hidden is None else torch.zeros(shown.shape).masked_fill(~shown, value.hidden)
             return whole.expand(shape).to(value_of(node).dtype)
         return value
@@ -205,24 +287,27 @@ class _Values:
     def _size(self, node: fx.Node) -> int:
         return math.prod(self._shape(node))
 
-    # ---- masks as prefixes ----
+    # ---- masks as bands ----
 
-    def _as_prefix(self, node: fx.Node) -> _Prefix | None:
+    def _as_band(self, node: fx.Node) -> _Band | None:
         """Return a large mask as what each row shows; None where that can't be said."""
         name, known = (
             operator_name(node),
             [self.known.get(each) if isinstance(each, fx.Node) else each for each in node.args],
         )
         tensors = [each for each in known if isinstance(each, Tensor)]
+        first = known[0] if known else None
         if record_of(node).kind is Kind.POINTWISE and len(known) == len(tensors) == 2:
             return _compared(node, *tensors)
-        if (pick := _pick(node)) is not None:
-            return _joined(known[0], known[1], pick)
-        first = known[0] if known else None
-        if name == "where" and len(known) == 3 and isinstance(first, _Prefix) and first.hidden is None:
+        if (truth := _truth_table(node)) is not None:
+            if len(known) == 1:
+                return ~first if truth == _NOT and isinstance(first, _Band) and first.hidden is None else None
+            return _joined(known[0], known[1], truth)
+        if name == "where" and len(known) == 3 and isinstance(first, _Band) and first.hidden is None:
             shown, hidden = _scalar(known[1]), _scalar(known[2])
-            return _Prefix(first.count, first.columns, hidden) if shown == 0 and hidden is not None else None
-        if isinstance(first, _Prefix) and (record_of(node).kind in (Kind.COPY, Kind.ALIAS) or name == "expand"):
+            made = replace(first, hidden=hidden)
+            return made if shown == 0 and hidden is not None else None
+        if isinstance(first, _Band) and (record_of(node).kind in (Kind.COPY, Kind.ALIAS) or name == "expand"):
             return first if value_of(node).is_floating_point() == (first.hidden is not None) else None
         return None
 
@@ -233,8 +318,8 @@ def _scalar(value: Any) -> float | None:
     return number(value)
 
 
-def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Prefix | None:
-    """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place."""
+def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Band | None:
+    """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place, from one on, or between two."""
     if first.ndim < 2 or second.ndim < 2 or first.is_complex() or second.is_complex() or node.kwargs:
         return None
     shown = node.target(torch.tensor([-1, 0, 1]), torch.tensor(0))  # type: ignore[operator]
@@ -252,39 +337,50 @@ def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Prefix | None:
     columns = columns.expand(*lead, -1).contiguous()
     rows = rows.expand(*lead, -1).contiguous()
     width = columns.shape[-1]
-    if (less, same, more) == (False, True, False):
-        constant = columns[..., :1]
-        alike = bool((columns == constant).all()) and bool((rows == constant).all())
-        return _Prefix(torch.full(rows.shape, width), width) if alike else None
-    if not less or more or not bool((columns.diff(dim=-1) >= 0).all()):
+    if (less and more) or not bool((columns.diff(dim=-1) >= 0).all()) or bool(rows.isnan().any()):
         return None
-    return _Prefix(torch.searchsorted(columns, rows, right=same), width)
+    below, upto = (torch.searchsorted(columns, rows, right=right) for right in (False, True))
+    begin = torch.zeros_like(below) if less else below if same else upto
+    end = torch.full_like(below, width) if more else upto if same else below
+    return _Band(begin, end, width)
 
 
-def _pick(node: fx.Node) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return how an operator joins what two masks show: the fewer columns (and), the more (or); None where it is neither."""
-    if record_of(node).kind is not Kind.POINTWISE or len(node.args) != 2 or node.kwargs:
+_AND, _OR, _NOT = (False, False, False, True), (False, True, True, True), (True, False)
+
+
+def _truth_table(node: fx.Node) -> tuple[bool, ...] | None:
+    """Return what an operator makes of booleans, False first; None where it takes others, or makes others."""
+    if record_of(node).kind is not Kind.POINTWISE or len(node.args) not in (1, 2) or node.kwargs:
         return None
     if any(not isinstance(each, fx.Node) or value_of(each).dtype != torch.bool for each in node.args):
         return None
-    made = node.target(torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True]))  # type: ignore[operator]
-    table = {(False, False, False, True): torch.minimum, (False, True, True, True): torch.maximum}
-    return table.get(tuple(made.tolist()))
+    one, two = torch.tensor([False, True]), (torch.tensor([False, False, True, True]), torch.tensor([False, True] * 2))
+    made = node.target(*((one,) if len(node.args) == 1 else two))  # type: ignore[operator]
+    return tuple(made.tolist()) if made.dtype == torch.bool else None
 
 
-def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> _Prefix | None:
-    """Join two masks of booleans, of which one may be the same for all columns, or for all rows."""
-    if not isinstance(first, _Prefix):
+def _joined(first: Any, second: Any, truth: tuple[bool, ...]) -> _Band | None:
+    """Join two masks of booleans (and, or), of which one may be the same for all columns, or for all rows."""
+    if not isinstance(first, _Band):
         first, second = second, first
-    if not isinstance(first, _Prefix) or first.hidden is not None:
+    if not isinstance(first, _Band) or first.hidden is not None:
         return None
-    if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 0 or second.shape[-1] == 1):
-        count = second.squeeze(-1) if second.ndim else second
-        return _Prefix(pick(first.count, count * first.columns), first.columns)
-    if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 1 or second.shape[-2] == 1):
-        shown = second.squeeze(-2) if second.ndim > 1 else second
-        falls = bool((shown.int().diff(dim=-1) <= 0).all())
-        return _Prefix(pick(first.count, shown.sum(-1, keepdim=True)), first.columns) if falls else None
-    if isinstance(second, _Prefix) and second.hidden is None and second.columns == first.columns:
-        return _Prefix(pick(*torch.broadcast_tensors(first.count, second.count)), first.columns)
-    return None
+    other = second if isinstance(second, _Band) else _as_wide(second, first.columns)
+    if other is None or other.hidden is not None or other.columns != first.columns:
+        return None
+    return first & other if truth == _AND else first | other if truth == _OR else None
+
+
+def _as_wide(mask: Any, columns: int) -> _Band | None:
+    """Return a mask of booleans that is the same for all columns, or for all rows, as a band."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return None
+    if mask.ndim == 0 or mask.shape[-1] == 1:
+        end = (mask.squeeze(-1) if mask.ndim else mask) * columns
+        return _Band(torch.zeros_like(end), end, columns)
+    if mask.ndim != 1 and mask.shape[-2] != 1:
+        return None
+    shown = mask.squeeze(-2) if mask.ndim > 1 else mask
+    falls = bool((shown.int().diff(dim=-1) <= 0).all())
+    end = shown.sum(-1, keepdim=True)
+    return _Band(torch.zeros_like(end), end, columns) if falls and shown.shape[-1] == columns else None

@@ -1,7 +1,10 @@
 """``windows``: from a model of whole sequences to a program of a window of positions, for generation.
 
     attention that is causal         cached_attention(q, k, v, length)     sees the keys and values that a cache keeps
+    attention in a sliding window    cached_attention(.., sliding_window=w)    of the last w positions
+    attention with capped scores     cached_attention(.., softcap=c)
     arange(tokens)                   window(arange(length), 0, tokens)     the window's own positions
+    cumsum of ones                   an arange, where the values say so
     table[:tokens]                   window(table, 0, tokens)
 
 The program was traced with the positions of its tokens in the place of the batch (:mod:`graphpar.frontend.generation`), so what tells
@@ -20,12 +23,15 @@ from graphpar.emitted import kv_cache
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import is_size, size_factor
 from graphpar.ir.program import NOT_SYMBOLIC, Program, batch_coefficients, operator_name, value_of, where
-from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
+from graphpar.operators.batch import Analysis, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.attention_idioms import mask_window, without_mask, without_repeats, written_attention
+from graphpar.passes.normalize.causal_masks import Masks
+from graphpar.passes.normalize.counted_positions import count_positions
 from graphpar.passes.normalize.functional import copied
-from graphpar.passes.normalize.graph_matching import insert_call
+from graphpar.passes.normalize.graph_matching import insert_call, is_call
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.runtime.modes import GENERATE
 
@@ -52,10 +58,21 @@ def use_windows(program: Program) -> Program:
     _only_logits(graph, program)
     remove_dead_code(graph)
     _check_sizes(graph, program)
+    masks = Masks(program.with_graph(graph))
     for node in list(graph.nodes):
-        if _is_attention(node):
-            _cached(node, program)
-    states = _states(graph, program)
+        capped = written_attention(node, masks) if is_call(node, "matmul", "bmm") else None
+        if capped is not None and capped.cap is not None:
+            cached = _cached(capped.call(node), program, masks)
+            if cached is None:
+                raise GraphparError(
+                    f"{program.name} can't generate: attention{where(node)} has a cap, and not over positions."
+                )
+            cached.kwargs = {**cached.kwargs, "softcap": capped.cap}
+        elif _is_attention(node):
+            _cached(node, program, masks)
+    remove_dead_code(graph)  # masks
+    count_positions(graph, program, _analysis(graph, program).couplings)
+    states = _analysis(graph, program).states
     for node in list(graph.nodes):
         _windowed(node, program, states)
     _only_last(graph)
@@ -128,26 +145,34 @@ def _is_attention(node: fx.Node) -> bool:
 _ATTENTION = ("scaled_dot_product_attention", "dropout_attention")
 
 
-def _cached(node: fx.Node, program: Program) -> None:
-    """Give causal attention over the positions a cache; attention over other dims stays."""
+def _cached(node: fx.Node, program: Program, masks: Masks) -> fx.Node | None:
+    """Give causal attention over the positions a cache, and return it; attention over other dims stays."""
     query, key, value = node.args[:3]
     if not all(isinstance(each, fx.Node) for each in (query, key, value)):
-        return
+        return None
     follows = [_follows(each) for each in (query, key, value)]  # type: ignore[arg-type]
     if not any(follows):
-        return
+        return None
+    slides = mask_window(node, masks) if operator_name(node) == "scaled_dot_product_attention" else None
+    if slides is not None:
+        node = without_mask(node)
+        node = without_repeats(node) or node
+        query, key, value = node.args[:3]
     if isinstance(literal(node, "attn_mask"), fx.Node) or not literal(node, "is_causal", 5, False):
         raise GraphparError(
             f"{program.name} can't generate: attention{where(node)} is not provably causal, so a new token would change the keys and "
             "values of those before it. A mask is causal where the values that it is made of say so (those of a buffer that is saved with "
-            "the weights may change: give it persistent=False, or call attention with is_causal=True); sliding windows and padding are not."
+            "the weights may change: give it persistent=False, or call attention with is_causal=True), and so is a window that slides; "
+            "chunks, padding and ALiBi are not."
         )
     if not all(follows) or literal(node, "dropout_p", 4, 0.0):
         raise GraphparError(
             f"{program.name} can't generate: attention{where(node)} has dropout, or keys of another sequence."
         )
     given: dict[str, Any] = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
-    insert_call(node, kv_cache.cached_attention, (query, key, value, program.batch), given)
+    if slides is not None and slides < program.batch:
+        given["sliding_window"] = slides
+    return insert_call(node, kv_cache.cached_attention, (query, key, value, program.batch), given)
 
 
 def _follows(node: fx.Node) -> bool:
@@ -177,12 +202,12 @@ def check_rows(program: Program) -> None:
         )
 
 
-def _states(graph: fx.Graph, program: Program) -> dict[fx.Node, Any]:
+def _analysis(graph: fx.Graph, program: Program) -> Analysis:
     analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
     for node in graph.nodes:
         if node.op != "output":
             analysis.visit(node)
-    return analysis.states
+    return analysis
 
 
 def _windowed(node: fx.Node, program: Program, states: dict[fx.Node, Any]) -> None:
@@ -259,12 +284,9 @@ def _check(program: Program) -> None:
     Raises:
         GraphparError: an operator mixes them, or the logits are not one row a position.
     """
-    analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
-    for node in program.graph.nodes:
-        if node.op != "output":
-            analysis.visit(node)
-    if analysis.couplings:
-        found: Coupled = analysis.couplings[0]
+    analysis = _analysis(program.graph, program)
+    if analysis.couplings:  # masks are not at fault, but what they are for
+        found = next((each for each in analysis.couplings if _follows_tokens(each.node)), analysis.couplings[0])
         place = where(found.node) if found.node is not None else ""
         reason = found.reason.replace("the batch size", "the sequence's length").replace("examples", "positions")
         raise GraphparError(
@@ -278,3 +300,16 @@ def _check(program: Program) -> None:
         raise GraphparError(
             f"{program.name} can't generate: its output {program.outputs[0].name} is not logits [batch, positions, vocabulary]."
         )
+
+
+def _follows_tokens(node: fx.Node | None) -> bool:
+    """Whether the values of ``node`` depend on those of the tokens."""
+    pending, seen = [node] if node is not None else [], {node}
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder":
+            return True
+        if current.op != "call_function" or record_of(current).kind not in (Kind.FACTORY, Kind.NUMBER):
+            pending += [each for each in current.all_input_nodes if each not in seen]
+            seen.update(current.all_input_nodes)
+    return False

@@ -13,12 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 import graphpar as gp
@@ -30,6 +44,7 @@ from tests.generation_fixture import NEW
 from tests.rank_pool import RankPool
 
 VOCABULARY, LENGTH = 211, 44
+SLIDING = 6
 PROMPTS = [[3, 5, 7, 9, 11, 2, 8], [1, 2], [4] * 11, [10, 11, 12], [6]]
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -57,16 +72,63 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
+def mistral() -> nn.Module:
+    return MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=SLIDING))
+
+
+def phi3() -> nn.Module:
+    return Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=SLIDING, pad_token_id=0))
+
+
+def qwen2() -> nn.Module:
+    """The first layer sees all positions."""
+    return Qwen2ForCausalLM(Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1))
+
+
+def gemma2() -> nn.Module:
+    """Each second layer sees all positions, all with capped scores."""
+    return Gemma2ForCausalLM(
+        Gemma2Config(**_SIZES, head_dim=8, sliding_window=SLIDING, attn_logit_softcapping=2.0, query_pre_attn_scalar=8)
+    )
+
+
+def gemma3() -> nn.Module:
+    """Each second layer sees all positions, with other rotary embeddings."""
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=SLIDING, sliding_window_pattern=2))
+
+
+def cohere2() -> nn.Module:
+    """Each second layer sees all positions, without rotary embeddings."""
+    return Cohere2ForCausalLM(Cohere2Config(**_SIZES, sliding_window=SLIDING, sliding_window_pattern=2, pad_token_id=0))
+
+
+def opt() -> nn.Module:
+    """Positions are counted from a mask of ones."""
+    sizes = {name: size for name, size in _SIZES.items() if not name.startswith(("inter", "num_key", "init"))}
+    return OPTForCausalLM(OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32, init_std=0.3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "opt": opt}
+WINDOWS: dict[str, Callable[[], nn.Module]] = {
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "cohere2": cohere2,
+}
+"""Models with sliding windows, shorter than some prompts, and longer than others."""
 
 
 def built(name: str) -> nn.Module:
     torch.manual_seed(3)
-    return MODELS[name]().eval()
+    return (MODELS | WINDOWS)[name]().eval()
 
 
 def program_of(name: str, rows: int) -> gp.Program:
-    return gp.export(MODELS[name], kwargs={"input_ids": torch.zeros(rows, LENGTH, dtype=torch.long)}, mode="generate")
+    return gp.export(
+        (MODELS | WINDOWS)[name], kwargs={"input_ids": torch.zeros(rows, LENGTH, dtype=torch.long)}, mode="generate"
+    )
 
 
 def expected(model: nn.Module) -> list[list[int]]:
@@ -183,6 +245,32 @@ def test_on_more_ranks(pool: RankPool, tmp_path: Path) -> None:
     replicas = [("gpt2", {"dp_replicate": 2, "tp": 2}, 2), ("mixtral", {"dp_replicate": 2, "pp": 2}, 1)]
     many = ("llama", {"dp_replicate": 4}, 1)
     check([*cases, *replicas, many, ("mixtral", {"pp": 2, "ep": 2}, 2)], 4, tmp_path, pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
+def test_models_with_sliding_windows_on_two_ranks(rows: int, pool: RankPool, tmp_path: Path) -> None:
+    names = (*WINDOWS, "opt")
+    check([(name, mesh, rows) for name in names for mesh in ({"pp": 2}, {"tp": 2})], 2, tmp_path, pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
+def test_models_with_sliding_windows_on_four_ranks(rows: int, pool: RankPool, tmp_path: Path) -> None:
+    check([(name, {"pp": 2, "tp": 2}, rows) for name in WINDOWS], 4, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_a_window_that_is_off_by_one_is_found() -> None:
+    program = program_of("qwen2", 2)
+    plan = gp.plan(program, mesh={"pp": 2})
+    honest, wrong = gp.partition(program, plan), gp.partition(program, plan)
+    text = (wrong.folder / "blocks.py").read_text()
+    assert f"sliding_window={SLIDING}" in text
+    (wrong.folder / "blocks.py").write_text(text.replace(f"sliding_window={SLIDING}", f"sliding_window={SLIDING + 1}"))
+    found = verify_all([honest, wrong], 2)  # the example itself has one token alone
+    assert [each.ok for each in found] == [True, False]
+    assert found[1].worst["output"] == "logits"
 
 
 @pytest.mark.slow

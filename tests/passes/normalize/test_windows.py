@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,41 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import graphpar as gp
 from graphpar.errors import GraphparError
+from graphpar.ir.program import operator_name
+from graphpar.passes.normalize import causal_masks
 from graphpar.passes.planning.asked import ask, planned
 from graphpar.runtime import Pipeline, RuntimeProgramError, start
 from graphpar.runtime.sampling import Sampling
 from tests.programs import example_file
 
 LENGTH, WIDTH, VOCABULARY = 24, 16, 50
+SLIDING = 4
+"""How many positions a sliding window has."""
+
+
+BY_COLUMNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "in a window": lambda row, column: (row >= column) & (column > row - SLIDING),
+    "not out of a window": lambda row, column: ~(column > row) & ~(row - SLIDING >= column),
+    "in a window or at its end": lambda row, column: (
+        ((column <= row) & (column > row - SLIDING + 1)) | (column + SLIDING - 1 == row)
+    ),
+    "added to scores": lambda row, column: torch.where((row >= column) & (column > row - SLIDING), 0.0, -math.inf),
+    "first and last": lambda row, column: (row == column) | ((column == 0) & (row >= 0)),
+    "chunks": lambda row, column: (row >= column) & (row // SLIDING == column // SLIDING),
+}
+"""Masks by comparisons of rows [s, 1] with columns [1, s]."""
+
+
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "counted": lambda ids: torch.ones_like(ids).cumsum(1) - 1,
+    "counted in floats": lambda ids: (torch.ones(ids.shape).cumsum(-1) * torch.ones(ids.shape) - 1).long(),
+    "counted down the columns": lambda ids: torch.ones(ids.size(1), 1).cumsum(0).long().flatten() - 1,
+    "tokens": lambda ids: (ids != 1).cumsum(1) - 1,
+    "twos": lambda ids: torch.full_like(ids, 2).cumsum(1) // 3,
+    "counted from the end": lambda ids: torch.ones_like(ids).cumsum(1).flip(1) - 1,
+    "counted and dropped": lambda ids: torch.ones_like(ids).cumsum(1).clamp(max=5),
+}
+"""Positions [batch, s] that are counted from a mask [batch, s]."""
 
 
 class Block(nn.Module):
@@ -42,13 +72,31 @@ class Block(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.attention == "triu":
             return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.full((steps, steps), -math.inf).triu(1))
+        if self.attention == "sliding, filled":
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+            return scores.masked_fill((behind < 0) | ~(behind < SLIDING), -1e10).softmax(-1) @ v
+        if self.attention in ("capped", "capped, in a window", "capped, and seen whole"):
+            scores = 3.0 * torch.tanh(q @ k.transpose(-2, -1) / 5.0)
+            if self.attention != "capped, and seen whole":
+                scores = scores + torch.where(
+                    (behind >= 0) & (behind < (SLIDING if "window" in self.attention else 99)), 0.0, -1e10
+                )
+            return scores.softmax(-1) @ v
+        if self.attention in BY_COLUMNS:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=BY_COLUMNS[self.attention](places[:, None], places[None])
+            )
         if self.attention in ("tril", "saved"):
             lower = self.get_buffer("lower")[:steps, :steps]
             scores = (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(lower == 0, -math.inf)
             return scores.softmax(-1) @ v
         masks: dict[str, Any] = {
             "whole": None,
-            "sliding": (behind >= 0) & (behind < 4),
+            "sliding": (behind >= 0) & (behind < SLIDING),
+            "sliding, added": torch.where((behind >= 0) & (behind < SLIDING), 0.0, -math.inf),
+            "sliding, as it grows": (behind >= 0) & (behind < 4 + steps // 9),
+            "sliding, and what follows": (behind >= -1) & (behind < SLIDING),
+            "holes": (behind >= 0) & (behind % 2 == 0),
             "alibi": torch.where(behind >= 0, -behind.float(), -math.inf),
         }
         return F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.attention])
@@ -95,8 +143,8 @@ class Writer(nn.Module):
             x = x + self.table[:, :steps]
         elif self.positions == "buffer":
             x = x + self.get_buffer("fixed")[:steps]
-        elif self.positions == "counted":
-            x = x + self.places(torch.ones_like(ids).cumsum(1) - 1)
+        elif self.positions in COUNTED:
+            x = x + self.places(COUNTED[self.positions](ids))
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)
@@ -121,8 +169,17 @@ def program_of(model: nn.Module, rows: int = 2) -> gp.Program:
         {"attention": "causal"},
         {"attention": "triu"},
         {"attention": "tril"},
+        {"attention": "sliding"},
+        {"attention": "sliding, filled"},
+        {"attention": "sliding, added"},
+        {"attention": "capped"},
+        {"attention": "capped, in a window"},
         {"positions": "parameter"},
         {"positions": "buffer"},
+        {"positions": "counted"},
+        {"positions": "counted in floats"},
+        {"positions": "counted down the columns"},
+        {"positions": "counted and dropped"},
     ],
     ids=str,
 )
@@ -173,10 +230,16 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
     ("options", "reason"),
     [
         ({"attention": "whole"}, "not provably causal"),
-        ({"attention": "sliding"}, "not provably causal"),
+        ({"attention": "sliding, as it grows"}, "not provably causal"),
+        ({"attention": "sliding, and what follows"}, "not provably causal"),
+        ({"attention": "capped, and seen whole"}, "not provably causal"),
+        ({"attention": "chunks"}, "not provably causal"),
+        ({"attention": "holes"}, "not provably causal"),
         ({"attention": "alibi"}, "not provably causal"),
         ({"attention": "saved"}, "persistent=False"),
-        ({"positions": "counted"}, "cumsum mixes positions"),
+        ({"positions": "tokens"}, r"cumsum mixes positions \(test_windows.py"),
+        ({"positions": "twos"}, "cumsum mixes positions"),
+        ({"positions": "counted from the end"}, "flip mixes positions"),
         ({"mix": "mean"}, "mean mixes positions"),
         ({"mix": "cumsum"}, "cumsum mixes positions"),
         ({"mix": "flip"}, "flip mixes positions"),
@@ -234,6 +297,22 @@ def test_a_generation_config_is_followed_or_refused() -> None:
     model.generation_config = GenerationConfig(num_beams=4)
     with pytest.raises(GraphparError, match="num_beams=4"):
         gp.export(model, kwargs=ids, mode="generate")
+
+
+@pytest.mark.parametrize("attention", BY_COLUMNS)
+def test_masks_too_large_to_make_are_known_by_the_columns_of_their_rows(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_masks, "SMALL", 0)
+    monkeypatch.setattr(causal_masks, "MOST_ELEMENTS", LENGTH)
+    if attention in ("first and last", "chunks"):
+        with pytest.raises(GraphparError, match="not provably causal"):
+            program_of(writer(attention=attention))
+        return
+    program = program_of(writer(attention=attention))
+    graphs = [program.graph, *(block.graph for block in program.blocks.values())]
+    nodes = [node for graph in graphs for node in graph.nodes if operator_name(node) == "cached_attention"]
+    assert nodes and {node.kwargs["sliding_window"] for node in nodes} == {SLIDING}
 
 
 # ---- the next token ---------------------------------------------------------------------------------------------
