@@ -6,6 +6,7 @@ import argparse
 
 from graphpar.cli.arguments import Commands, Parser, add_cache, add_json, add_model, count, count_or_none, seconds
 from graphpar.cli.output import Result
+from graphpar.runtime.axes import DROPOUTS
 from graphpar.runtime.modes import MODES
 
 _EXAMPLES = """examples:
@@ -80,6 +81,11 @@ def _add_pins(parser: Parser) -> None:
         action="store_true",
         default=None,
         help="the loss is the mean of the replicas' own, as DDP has it, not the global batch's",
+    )
+    group.add_argument(
+        "--dropout",
+        choices=DROPOUTS,
+        help="masks of attention: those of the unpartitioned model (exact, the default), or of torch's fused kernel (kernel)",
     )
     group.add_argument(
         "--zero",

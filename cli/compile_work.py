@@ -42,6 +42,7 @@ from graphpar.passes.planning.recomputation import read_recompute
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
+from graphpar.runtime.axes import DROPOUTS
 from graphpar.schedules.table import load_table
 from graphpar.text import bytes_text
 
@@ -72,6 +73,7 @@ _PLAN_DECIDES = (
     "overlap_tp",
     "offload",
     "dp_mean",
+    "dropout",
     "batch",
     "dtype",
     "pure",
@@ -123,7 +125,7 @@ def compile_model(options: argparse.Namespace) -> Result:
     if options.explain:
         with progress("pricing what was not chosen"):
             explainer = DecisionExplainer(
-                Decisions(program, plan, compilation.cluster, asked if given is None else None)
+                Decisions(compilation.program, plan, compilation.cluster, asked if given is None else None)
             )
             explanation = _explanation(compilation, options.explain, shard_plan, explainer)
     written = "" if folder is None else _write(compilation, report, file, folder, options)
@@ -301,6 +303,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
         "allow_batch_coupling": options.allow_batch_coupling,
         "dp_mean": bool(options.dp_mean),
+        "dropout": options.dropout or DROPOUTS[0],
         "zero": options.zero,
         "zero1_by": options.zero1_by,
         "reshard": options.reshard,

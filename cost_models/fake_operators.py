@@ -29,6 +29,8 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
         return _attention_on_cuda(*args, **kwargs)
     if target is kv_cache.cached_attention and device == "cuda":
         return _cached_attention_on_cuda(*args, **kwargs)
+    if kwargs.get("kernel"):
+        return _attention_by_kernel(*args, **kwargs, device=device)
     if target is torch.ops.aten.rms_norm.default and device == "cuda":
         normalised: Tensor = _FusedNorm.apply(*args[:3])
         return normalised
@@ -39,6 +41,25 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if "sharded" in kwargs:
         kwargs = kwargs | {"sharded": [_piece(*entry) for entry in kwargs["sharded"]]}
     return target(*args, **kwargs)
+
+
+def _attention_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    device: str,
+    **_: Any,
+) -> Tensor:
+    """Run attention whose dropout is the kernel's; CPUs have no such kernel, so torch writes it out there."""
+    run = _attention_on_cuda if device == "cuda" else F.scaled_dot_product_attention
+    return run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _attention_on_cuda(

@@ -388,15 +388,21 @@ class _Walk:
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
+        from graphpar.cost_models.written_attention import is_written_out, written_out  # made of rows
+
         row = attention_of(node)
         if operator_name(node) == "ring_attention":
             row = row._replace(keys=float(self.works.degrees[str(node.args[3])]) * row.keys)
         if (length := cache_length(node)) is not None:
             row = row._replace(keys=Size(float(length)))
+        differentiable = any(isinstance(operand, fx.Node) and self._grad(operand) for operand in node.args[:3])
+        if is_written_out(node):
+            yield from written_out(row, differentiable)
+            return
         yield row
         if (cached := cached_bytes(node)) is not None:  # few queries read many keys
             yield Traffic(Phase.FORWARD, Size(float(cached)))
-        if any(isinstance(operand, fx.Node) and self._grad(operand) for operand in node.args[:3]):
+        if differentiable:
             yield row._replace(phase=Phase.INPUT)
 
     def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:

@@ -167,6 +167,7 @@ def plan(
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     dp_mean: bool = False,
+    dropout: str = "exact",
     zero: int | None = None,
     zero1_by: str | None = None,
     reshard: str | int | None = None,
@@ -203,6 +204,9 @@ def plan(
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
         dp_mean: the loss is the mean of the replicas' own losses, each with its own denominators, as DDP has it; by default it is that
             of the global batch.
+        dropout: how attention draws its dropout: ``"exact"``, the masks of the unpartitioned model on any mesh, written out without a
+            fused kernel; or ``"kernel"``, torch's own kernel and generator: faster and without the scores in memory, but other
+            random draws on each mesh. Dropout outside of attention is exact in any case.
         zero: which state each rank of the mesh's ``dp_shard`` and ``cp`` axes holds a shard of: 1 is the optimizer's, 2 and 3 are
             parameters, gradients and optimizer state; 3, the default with ``dp_shard``, gathers parameters again for the backward.
         zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
@@ -250,6 +254,7 @@ def plan(
         shard_plan=shard_plan,
         allow_batch_coupling=allow_batch_coupling,
         dp_mean=dp_mean,
+        dropout=dropout,
         zero=zero,
         zero1_by=zero1_by,
         reshard=reshard,

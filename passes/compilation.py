@@ -18,6 +18,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
+from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.own_units import with_own_units
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
@@ -25,6 +26,7 @@ from graphpar.passes.planning.recomputation import recomputed_blocks, with_write
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import copy_written, positions_of, split
+from graphpar.runtime.kernel_dropout import KERNEL
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Compilation:
         sharded: the program of a rank; ``stages``: the same, split.
         cluster: the hardware of ``estimate``, which is None where the plan can't be priced; ``unpriced`` says why.
         in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
+        by_kernel: the estimate with dropout of attention that kernels draw, where it is exact.
         recomputed: the blocks that run their forward again in the backward, by path.
         overlapped: the collectives that run beside products, where the plan says so.
         seconds: wall-clock time of each step from ``split`` on.
@@ -49,6 +52,7 @@ class Compilation:
     estimate: Estimate | None = None
     unpriced: str | None = None
     in_bf16_s: float | None = None
+    by_kernel: Estimate | None = None
     package: Package | None = None
     recomputed: Mapping[str, Recomputation] = field(default_factory=dict)
     overlapped: Overlapped | None = None
@@ -61,6 +65,7 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     Args:
         cluster: the hardware to price for; by default the plan's, else as many devices of this machine's kind.
     """
+    program = with_dropout(program, plan.dropout)
     sharded = sharded_as(program, plan)
     started = perf_counter()
     stages = split(sharded.local, positions_of(sharded.local, plan.split_points))
@@ -86,6 +91,10 @@ def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
         estimate = plan.predicted if cluster == plan.cluster else None
         estimate = estimate or estimate_plan(program, plan, cluster)
         faster = in_bf16_s(program, plan, cluster)
+        slower = writes_out_dropout(program) and cluster.device.kind != "cpu"  # a CPU has no kernel with dropout
+        drawn = replace(plan, dropout=KERNEL, compile=False, sharded=None)
+        by_kernel = estimate_plan(program, drawn, cluster) if slower else None
     except GraphparError as error:
-        return replace(compilation, cluster=cluster, estimate=None, unpriced=str(error), in_bf16_s=None)
-    return replace(compilation, cluster=cluster, estimate=estimate, unpriced=None, in_bf16_s=faster)
+        return replace(compilation, cluster=cluster, estimate=None, unpriced=str(error), in_bf16_s=None, by_kernel=None)
+    done = replace(compilation, cluster=cluster, estimate=estimate, unpriced=None)
+    return replace(done, in_bf16_s=faster, by_kernel=by_kernel)

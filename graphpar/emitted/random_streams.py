@@ -3,11 +3,15 @@
 Every example of the global batch has a key, a function of (seed, step, index of the example). A dropout draws from
 the key, its own stream number and the position in the example, by a counter-based hash (SplitMix64). So the masks are
 the same for any number of stages and microbatches, and when a block is recomputed.
+
+With ``kernel=True`` attention takes torch's own kernel and generator, seeded from the same keys and from which shard a
+rank has. Its masks are the same when a block is recomputed, but depend on how the program is split.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -68,7 +72,7 @@ def dropout(
     """Compute ``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape), p, keys, batch_dim, sharded)
+    keep = keep_mask(list(x.shape), p, keys.to(x.device), batch_dim, sharded)
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -78,7 +82,7 @@ def channel_dropout(
     """Compute ``F.dropout1d``, ``2d`` or ``3d``: drop whole channels, for ``x`` [b, channels, ...]."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim, [c for c in sharded if c[0] < 2]).view(
+    keep = keep_mask(list(x.shape[:2]), p, keys.to(x.device), batch_dim, [c for c in sharded if c[0] < 2]).view(
         list(x.shape[:2]) + [1] * (x.ndim - 2)
     )
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
@@ -94,13 +98,18 @@ def dropout_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    kernel: bool = False,
     training: bool = True,
     sharded: Sequence[ShardedDim] = (),
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``.
+    """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``; by torch's own kernel if ``kernel``.
 
     query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]
     """
+    if kernel:
+        seed = kernel_seed(keys, sharded)
+        p = dropout_p if training else 0.0
+        return kernel_attention(query, key, value, seed, attn_mask, p, is_causal, scale, enable_gqa)
     if enable_gqa:
         key = key.repeat_interleave(query.size(1) // key.size(1), 1)
         value = value.repeat_interleave(query.size(1) // value.size(1), 1)
@@ -111,3 +120,57 @@ def dropout_attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     return dropout(scores.softmax(-1), dropout_p, keys, 0, training, sharded) @ value
+
+
+def kernel_seed(keys: Tensor, sharded: Sequence[ShardedDim] = ()) -> int:
+    """Mix a seed from the first of ``keys`` and the place of this rank's shard.
+
+    It differs between calls, steps, and ranks with other rows or another shard; ranks that hold the same have the same.
+    The keys are best on the host: from elsewhere they are waited for.
+    """
+    if keys.is_meta or not keys.numel():
+        return 0
+    places = [number for dim, rank, ranks, *_ in sharded for number in (dim, rank, ranks)]
+    seed = int(keys[:1].tolist()[0])
+    for number in (0, *places):
+        seed = ((seed ^ (seed >> 30 & 0x3FFFFFFFF)) + number) * 0x9E3779B97F4A7C15 % (1 << 64)
+        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return (seed ^ seed >> 31) >> 1
+
+
+def kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seed: int,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention``; torch's generator draws with ``seed``, then goes on as before."""
+    generator = None if dropout_p == 0.0 else _generator(query.device)
+    before = None if generator is None else generator.get_state()
+    if generator is not None:
+        generator.manual_seed(seed)
+    try:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    finally:
+        if generator is not None and before is not None:
+            generator.set_state(before)
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator that kernels of ``device`` draw from; None where nothing is computed."""
+    if device.type == "meta":
+        return None
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    found: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return found

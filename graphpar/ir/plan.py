@@ -15,7 +15,7 @@ from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.sharding import Sharding
 from graphpar.ir.split_points import SplitAt, SplitPoint
-from graphpar.runtime.axes import REPLICAS, ZERO1_BY
+from graphpar.runtime.axes import DROPOUTS, REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
@@ -46,6 +46,7 @@ class Plan:
         offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`, in that order.
         compile: whether ``torch.compile`` is to compile the blocks: schedule and recomputation allow it, and it is priced so. What is
             emitted is the same.
+        dropout: how attention draws its dropout, of :data:`~graphpar.runtime.axes.DROPOUTS`.
         dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
@@ -79,6 +80,7 @@ class Plan:
     compile: bool = False
     allow_batch_coupling: bool = False
     dp_mean: bool = False
+    dropout: str = DROPOUTS[0]
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -145,6 +147,7 @@ class Plan:
             "compile": self.compile,
             "allow_batch_coupling": self.allow_batch_coupling,
             "dp_mean": self.dp_mean,
+            "dropout": self.dropout,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
             "sharding": self.sharding.to_json(),
         }
@@ -192,6 +195,7 @@ class Plan:
                 compile=plan.optional("compile", bool, False),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 dp_mean=plan.optional("dp_mean", bool, False),
+                dropout=plan.optional("dropout", str, DROPOUTS[0]),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
                 if plan.has("sharding")
                 else Sharding(),

@@ -172,6 +172,9 @@ class Program:
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
     generation: Mapping[str, Any] = field(default_factory=dict)  # how the model chooses tokens, unless a call says so
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
+    dropout: str = "exact"  # how attention draws its dropout, of runtime.axes.DROPOUTS
+    other_dropout: tuple[Program, Program] | None = field(default=None, compare=False, repr=False)
+    """This program, and the same with another ``dropout``, once that was asked for."""
     idioms: Mapping[str, int] = field(
         default_factory=dict
     )  # how many of each kind are one operator now; see passes.normalize.idioms

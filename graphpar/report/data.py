@@ -65,7 +65,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
         "backward_cost": BACKWARD,
         **_prediction(compilation),
     }
-    slow = _dtype_warning(compilation)
+    slow = [*_dtype_warning(compilation), *_dropout_warning(compilation)]
     data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
     state = state_data(program, plan, stages)
     if state is not None:
@@ -108,6 +108,23 @@ def _prediction(compilation: Compilation) -> dict[str, Any]:
     return predicted_data(compilation.plan, compilation.estimate)
 
 
+def _dropout_warning(compilation: Compilation) -> list[str]:
+    """Return a warning where attention that draws its dropout by a kernel would be faster, or take less memory."""
+    other, estimate = compilation.by_kernel, compilation.estimate
+    if other is None or estimate is None:
+        return []
+    peaks = max(estimate.peak_memory_bytes), max(other.peak_memory_bytes)
+    if other.step_time_s > _WORTH_IT * estimate.step_time_s and peaks[1] > _WORTH_IT * peaks[0]:
+        return []
+    times = (
+        f"{seconds_text(other.step_time_s)} {STEPS[compilation.plan.mode]}, not {seconds_text(estimate.step_time_s)}"
+    )
+    return [
+        f"With --dropout kernel this plan would take {times}, and {bytes_text(peaks[1])} of memory on the fullest rank, not "
+        f"{bytes_text(peaks[0])}; its masks of attention are other ones on each mesh."
+    ]
+
+
 def _dtype_warning(compilation: Compilation) -> list[str]:
     """Return a warning where the program is in 32 bits, and the device much faster in 16."""
     seconds, cluster, estimate = compilation.in_bf16_s, compilation.cluster, compilation.estimate
@@ -148,6 +165,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "operators": "fused by torch.compile (run with --compile), memory as if not"
             if plan.compile
             else "not fused",
+            "dropout": plan.dropout,
             "collectives": _collectives(plan, predicted),
             "device": predicted.device,
             "figures": predicted.figures,
@@ -243,6 +261,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "microbatch_size": plan.microbatch_size,
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
+        "dropout": plan.dropout,
         "overlap_tp": plan.overlap_tp,
         "offload": list(plan.offload),
         "compile": plan.compile,

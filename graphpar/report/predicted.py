@@ -219,6 +219,8 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {kinds_text(assumed['recompute'])}"]
     device = f"{assumed['device']} ({assumed['figures']})"
+    if assumed.get("dropout") == "kernel":
+        run.append("attention dropout drawn by kernels, other masks than one device's")
     how = "; ".join([", ".join([*run, f"operators {assumed['operators']}"]), *assumed.get("collectives", ())])
     return [("Assumed", f"{how}; device {device}")]
 

@@ -115,6 +115,8 @@ SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: (AXIS[name].replicas, not A
 other axes share out, replicas share out each share."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
+DROPOUTS = ("exact", "kernel")
+"""How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
 OFFLOADS = ("optimizer", "activations")
 """What may live in the host's memory: the optimizer's state, and what blocks keep between forward and backward."""
 ZERO1_BY = ("contiguous", "longest", "flat")

@@ -18,6 +18,7 @@ from torch import Tensor
 from graphpar.runtime.distributed import agree, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.manifest import InputInterface, Manifest
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.schedules import microbatch
@@ -285,7 +286,9 @@ class Feed:
         return ({name: value(batch, name) for name in self._names} for batch in given)
 
     def _taken(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
-        """This replica's rows of an input, on the device."""
+        """This replica's rows of an input, on the device. Keys that kernels are seeded from stay on the host, which reads them."""
+        if self._program.dropout == KERNEL and self._program.input(name).role == "sample_keys":
+            return own_rows(self._program, name, batch[name], self.part.replica)
         return own_rows(self._program, name, batch[name], self.part.replica).to(self._device, non_blocking=True)
 
     def _global_counts(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

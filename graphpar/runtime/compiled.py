@@ -17,6 +17,7 @@ from torch import nn
 
 from graphpar.runtime.compiled_operators import hide_masks, know_grouped_products
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.manifest import Manifest
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -61,8 +62,14 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
     """Check that the blocks of ``program`` can be compiled.
 
     Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part.
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part, or
+            attention draws its dropout by a kernel.
     """
+    if program.dropout == KERNEL:
+        raise RuntimeProgramError(
+            "dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; leave compile out, or compile "
+            "the model without --dropout kernel"
+        )
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS, OFFLOADS, PREFETCH, REPLICAS, STATE_AXES
+from graphpar.runtime.axes import AXES, AXIS, DROPOUTS, OFFLOADS, PREFETCH, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.modes import GENERATE, MODES
@@ -136,6 +136,8 @@ class Manifest:
     """What lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`."""
     dp_mean: bool = False
     """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
+    dropout: str = DROPOUTS[0]
+    """How attention draws its dropout, of :data:`~graphpar.runtime.axes.DROPOUTS`."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which of the ranks that share state updates a parameter, under every name of a tie; empty where each updates a slice of
     all."""
@@ -266,6 +268,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         reshard=plan.optional("reshard", (str, int), "default"),
         offload=plan.strings("offload"),
         dp_mean=plan.optional("dp_mean", bool, False),
+        dropout=plan.optional("dropout", str, DROPOUTS[0]),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
         recompute=plan.optional("recompute", (str, dict), "none"),

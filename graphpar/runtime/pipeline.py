@@ -169,6 +169,11 @@ class Pipeline:
         self._places = Places(self.stages, self.device)
 
     @property
+    def package(self) -> str:
+        """The name under which the emitted package is imported."""
+        return self._package
+
+    @property
     def data(self) -> Part:
         """The rows and the inputs of a global batch that this rank needs; :meth:`step` and :meth:`infer` take these alone, too."""
         return self._feed.part

@@ -10,10 +10,12 @@ job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, 
                                grad/accumulated/{name}; of an inference program output/{step}/{name}.
                                A file a step, written when the step is done, so that no rank holds the tensors of two
 job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
+                               with dropout that kernels draw, "drawn": the seed of each attention and what its query was
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -32,6 +34,7 @@ from graphpar.runtime.distributed import Ranks, agreed, lost_peer, start
 from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError, root_cause
 from graphpar.runtime.fully_sharded import padded
+from graphpar.runtime.kernel_dropout import KERNEL, Drawn, watch_seeds
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.pipeline import Pipeline
@@ -61,6 +64,8 @@ class JobResult:
     """The loss of the batch whose gradients were added to the last step's, as each rank of the last stage saw it."""
     loss_dtypes: tuple[str, ...] = ()
     """The dtype of the loss on each rank of the last stage."""
+    drawn: tuple[tuple[Drawn, ...], ...] = ()
+    """The dropouts of attention that each rank would have drawn by a kernel; they are off while a job runs."""
     norms: tuple[float, ...] = ()
     """The norm of those gradients before they were clipped, as each rank saw it."""
 
@@ -130,8 +135,9 @@ def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failur
     accumulated = tuple(report["accumulated_loss"] for report in reports if report.get("accumulated_loss") is not None)
     norms = tuple(report["norm"] for report in reports if report.get("norm") is not None)
     dtypes = tuple(report["loss_dtype"] for report in reports if report.get("loss_dtype") is not None)
+    drawn = tuple(tuple(Drawn(*each) for each in report.get("drawn", ())) for report in reports)
     first = losses[0] if losses else ()
-    return JobResult(folder, world_size, error, first, missing, whole, losses, accumulated, dtypes, norms)
+    return JobResult(folder, world_size, error, first, missing, whole, losses, accumulated, dtypes, drawn, norms)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -184,15 +190,20 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
         if job.get("loss_scale") is not None:
             pipeline.loss_scale = job["loss_scale"]
         pipeline.load_weights(job["weights"])
+        drawn = watch_seeds(pipeline.package) if pipeline.program.dropout == KERNEL else None
         if pipeline.program.mode != TRAIN:
             for step in range(job["steps"]):
                 outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
                 results.keep(f"output_{step}", {f"output/{step}/{name}": value for name, value in outputs.items()})
             if pipeline.program.mode == GENERATE:
                 _check_generated(pipeline, load_file(job["batches"][job["steps"] - 1]))
+        else:
+            _train(pipeline, job, results)
+            results.keep("state", _state(pipeline))
+        if drawn is not None:
+            results.report["drawn"] = [dataclasses.astuple(each) for each in drawn]
+        if pipeline.program.mode != TRAIN:
             return
-        _train(pipeline, job, results)
-        results.keep("state", _state(pipeline))
     results.report["whole_backward_stages"] = pipeline.whole_backward_stages
 
 

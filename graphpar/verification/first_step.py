@@ -17,6 +17,7 @@ from graphpar.codegen.saving import record
 from graphpar.errors import GraphparError
 from graphpar.parts import Parts
 from graphpar.runtime.check import BATCH, FIRST_STEP
+from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.weights import write_tensors
 from graphpar.verification.reference import SEED
 from graphpar.verification.tolerances import precision
@@ -45,8 +46,13 @@ def first_step(parts: Parts) -> FirstStep:
     """Run the first step of the model with its initial weights, in this process.
 
     Raises:
-        GraphparError: the model has no values, or its loss or a gradient is not finite.
+        GraphparError: attention draws other masks than the model's; the model has no values, or its loss or a gradient is not finite.
     """
+    if parts.plan.dropout == KERNEL:
+        raise GraphparError(
+            "--check-values stores what the model computes, and with --dropout kernel the program draws other masks of attention; leave "
+            "one of them out."
+        )
     reference = reference_for(parts, 1)
     if not reference.finite:
         raise GraphparError(

@@ -29,6 +29,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
+from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile, write_tensors
@@ -155,7 +156,11 @@ class _Setting:
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with wide, plain_regions(), Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims) as substituted:
+        with (
+            wide,
+            plain_regions(),
+            Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims, self.plan.dropout != KERNEL) as substituted,
+        ):
             yield substituted
 
 

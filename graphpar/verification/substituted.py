@@ -24,14 +24,24 @@ class Substituted(TorchFunctionMode):
     """Replaces dropout and BatchNorm calls of the eager model, in execution order.
 
     Attributes:
+        attention_drops: whether attention has dropout; where kernels draw it, it is off on both sides.
         dtypes: of the differentiable values that the model computes; under autocast not those of its parameters.
         used: the ids of parameters, in the order of their first use.
     """
 
-    def __init__(self, keys: Tensor | None, microbatches: int, replicas: int, batch: int, batch_dims: set[int]) -> None:
+    def __init__(
+        self,
+        keys: Tensor | None,
+        microbatches: int,
+        replicas: int,
+        batch: int,
+        batch_dims: set[int],
+        attention_drops: bool = True,
+    ) -> None:
         super().__init__()
         self.keys, self.microbatches, self.replicas = keys, microbatches, replicas
         self.batch, self.batch_dims = batch, batch_dims
+        self.attention_drops = attention_drops
         self.calls = 0
         self.dtypes: set[torch.dtype] = set()
         self.used: dict[int, None] = {}
@@ -117,8 +127,11 @@ class Substituted(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0.0:
             return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        stream = self._stream()  # counted in any case: each operator has its number
+        if not self.attention_drops:
+            return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         return random_streams.dropout_attention(
-            query, key, value, self._stream(), attn_mask, dropout_p, is_causal, scale, enable_gqa
+            query, key, value, stream, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
 
     def _batch_norm(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -189,7 +189,7 @@ def _subject(
         )
     microbatched = coupled and plan.microbatches > 1
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
-    key = (id(source), plan.mode, plan.global_batch, sizes, plan.mesh.replicas if plan.dp_mean else 1)
+    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, plan.mesh.replicas if plan.dp_mean else 1)
     if key not in shared:
         shared[key] = run_reference(
             source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward

@@ -24,6 +24,10 @@ from graphpar.passes.normalize.functional import copied, infer, random_refused
 
 _aten = torch.ops.aten
 KEYS = "sample_keys"
+WRITTEN_OUT = (
+    "Attention dropout is computed explicitly (no fused kernel), so that its masks don't depend on the split. "
+    "Set the attention dropout to 0, or give --dropout kernel, to keep the fused attention."
+)
 
 
 def assign_streams(program: Program) -> Program:
@@ -49,10 +53,7 @@ def assign_streams(program: Program) -> Program:
     inputs = (*program.inputs, Input(KEYS, (program.batch,), torch.int64, 0, "sample_keys"))
     result = program.with_graph(graph, inputs=inputs, random_calls=number)
     if any(operator_name(node) == "scaled_dot_product_attention" for node in random):
-        result = result.warn(
-            "Attention dropout is computed explicitly (no fused kernel), so that its masks don't depend on the split. "
-            "Set the attention dropout to 0 to keep the fused attention."
-        )
+        result = result.warn(WRITTEN_OUT)
     return result
 
 

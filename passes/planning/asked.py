@@ -20,6 +20,7 @@ from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import split_points_of
+from graphpar.passes.kernel_dropout import check_dropout, with_dropout
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import CUSTOM, checked_table, choose
 from graphpar.passes.planning.constraints import (
@@ -114,6 +115,7 @@ def ask(
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     dp_mean: bool = False,
+    dropout: str = "exact",
     zero: int | None = None,
     zero1_by: str | None = None,
     reshard: str | int | None = None,
@@ -166,6 +168,7 @@ def ask(
         table=table,
         allow_batch_coupling=allow_batch_coupling,
         dp_mean=dp_mean,
+        dropout=dropout,
         zero=zero,
         zero1_by=zero1_by,
         reshard=reshard,
@@ -194,6 +197,7 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
     Args:
         show: is called with what a search is at.
     """
+    program = with_dropout(program, asked.pins.dropout)
     if program.mode == GENERATE:
         pins, mesh = pins_of_generation(asked.pins, asked.mesh, asked.size)
         asked = replace(asked, pins=pins, mesh=mesh)
@@ -311,6 +315,7 @@ def _check(asked: Asked) -> None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:
         canonical_name(pins.schedule)
+    check_dropout(pins.dropout, pins.compile)
     if pins.compile:
         _check_compile(pins)
     check_offload(pins)

@@ -242,6 +242,7 @@ def _plan(
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,
+        dropout=program.dropout,
         sharding=found.sharding,
         cluster=pins.cluster,
         warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),

@@ -38,6 +38,7 @@ class PlanConstraints:
     table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
     dp_mean: bool = False
+    dropout: str = "exact"
     zero: int | None = None
     zero1_by: str | None = None
     reshard: str | int | None = None

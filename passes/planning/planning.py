@@ -24,6 +24,7 @@ from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import gather_dtype
+from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.planning.candidate_prices import gathering
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
@@ -38,12 +39,13 @@ from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of
+from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
 from graphpar.schedules.table import ActionTable, parse_table
-from graphpar.text import bytes_text
+from graphpar.text import bytes_text, seconds_text
 
 
 def search_plan(
@@ -218,6 +220,7 @@ def pricing_of(
     Raises:
         GraphparError: the cluster has another number of devices.
     """
+    program = with_dropout(program, plan.dropout)
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     if execution is None:
@@ -287,6 +290,7 @@ def table_of(plan: Plan) -> ActionTable:
 
 def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
     """Estimate the batch of ``plan`` on one device of ``cluster``, with the best microbatch size there."""
+    program = with_dropout(program, plan.dropout)
     pins = PlanConstraints(
         global_batch=plan.global_batch,
         microbatch_size=None if program.symbolic and program.mode != GENERATE else plan.microbatch_size,
@@ -329,6 +333,10 @@ def _misfit(
         return other.search().best if on == cluster else other.any_that_fits()
 
     changes = [each.text for each in remedies(program, cluster, pinned, pins, fits)]
+    if not pins.compile and cluster.device.kind != "cpu" and writes_out_dropout(program):
+        by_kernel = planner_for(with_dropout(program, KERNEL), cluster, pinned, pins).any_that_fits()
+        if by_kernel is not None:
+            changes.append(f"dropout='kernel' ({seconds_text(by_kernel.estimate.step_time_s)} a step)")
     memory = f"devices with {bytes_text(needed)}"
     if not changes:
         return f"{text} It would take {memory}; {GROWTH[-1]} times as many of these would not do."

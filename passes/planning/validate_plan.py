@@ -16,6 +16,7 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
+from graphpar.passes.kernel_dropout import check_dropout, with_dropout
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
 from graphpar.passes.planning.constraints import (
@@ -55,6 +56,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         GraphparError: the plan is not legal for ``program``, or contradicts itself.
     """
     check_alone(given)
+    program = with_dropout(program, given.dropout)
     check_model(program, given)
     custom = None
     if given.actions is not None and given.schedule == CUSTOM:
@@ -127,6 +129,7 @@ def check_alone(plan: Plan) -> None:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
     check_recompute(plan.recompute)
+    check_dropout(plan.dropout, plan.compile)
     if plan.compile:
         check_compiled(plan)
     check_zero(plan.mesh, plan.zero, plan.mode)
