@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphpar.cost_models.pipeline_units import Unit
@@ -170,7 +170,9 @@ class EveryPlan:
 
     def units(self, way: Way, kind: int = 0) -> list[Unit] | None:
         """The units of a rank, all with one kind of recomputation."""
-        return self.planner.prices.units(way.mesh, way.rows, self.planner.prices.execution, way.split_points, kind)
+        run = self.planner.prices.execution
+        run = replace(run, joined=run.joined and not SCHEDULES[way.schedule].splits_backward)
+        return self.planner.prices.units(way.mesh, way.rows, run, way.split_points, kind)
 
     def starts(self, way: Way, *, every: bool = True) -> list[Starts]:
         """Where stages may begin: anywhere where a rank has one (if ``every``), else so that they are as equal as can be."""

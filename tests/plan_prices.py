@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Held, Unit
-from graphpar.cost_models.workload import Collective, Work
+from graphpar.cost_models.workload import Collective, Product, Work
 from graphpar.ir.mesh import Mesh
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.table import Action
@@ -70,7 +70,9 @@ class StepPrices:
         for row, times in work.rows.items():
             if isinstance(row, Collective):
                 each = self._collective(row.axis, row.kind, row.nbytes.at(rows))
-                beside = [self.compute.seconds(Work({other: 1}), rows)[other.phase] for other in row.beside]
+                cpu = self.compute.device.kind == "cpu"  # whose cores multiply or send
+                others = [other for other in row.beside if not (cpu and isinstance(other, Product))]
+                beside = [self.compute.seconds(Work({other: 1}), rows)[other.phase] for other in others]
                 each = max(0.0, each - sum(other.products + other.attention for other in beside))
                 seconds[row.phase] += times * each
         return seconds

@@ -32,6 +32,7 @@ from graphpar.passes.planning.sharded_state import gathers_again, prefetching
 from graphpar.passes.planning.space import Space
 from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.schedules.registry import get_schedule
 
 
 class CandidatePrices:
@@ -85,7 +86,7 @@ class CandidatePrices:
             return None
         if self.space.wishes.recompute[kind] == GATHERS and program_mesh(self.program, mesh).size == 1:
             kind = 0  # nothing is gathered
-        key = id(sharded), split_points, kind, run.recasts
+        key = id(sharded), split_points, kind, run.recasts, run.joined
         if key not in self._units:
             run = replace(run, blocks=tuple(self.recomputed[kind].items()))
             self._units[key] = units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
@@ -120,15 +121,21 @@ class CandidatePrices:
         """Say how ranks run a candidate, but for what they recompute."""
         again = gathers_again(candidate.mesh.pp, candidate.zero, candidate.reshard)
         wished = (self.space.wishes.prefetch, self.space.wishes.prefetch_distance) if again else (None, None)
-        return replace(self.execution, **gathering(candidate.zero, candidate.reshard, *prefetching(again, *wished)))
+        how = gathering(candidate.zero, candidate.reshard, *prefetching(again, *wished))
+        return replace(self.execution, joined=self._joined(candidate), **how)
+
+    def _joined(self, candidate: Candidate) -> bool:
+        """Whether collectives and products are one function: not where a schedule runs the halves of backwards apart."""
+        return self.execution.joined and not get_schedule(candidate.schedule).splits_backward
 
     def pricing(self, candidate: Candidate, kind: int = 0) -> Pricing | None:
         """Return the prices of the candidate's mesh, where all units recompute as ``kind`` says; None where the model can't be
         sharded over it."""
         mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
-        key = mesh, candidate.zero, candidate.reshard, 0 if self.program.symbolic else rows, split_points, kind
+        run = self.run_of(candidate)
+        size = 0 if self.program.symbolic else rows
+        key = mesh, candidate.zero, candidate.reshard, size, split_points, kind, run.joined
         if key not in self._pricings:
-            run = self.run_of(candidate)
             units = self.units(mesh, rows, run, split_points, kind)
             if units is None:
                 return None
@@ -154,7 +161,8 @@ class CandidatePrices:
 
     def balancer(self, candidate: Candidate) -> StageBalancer:
         """Return what places the stages of the candidate's mesh."""
-        key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
+        state, rows = (candidate.zero, candidate.reshard), candidate.microbatch_size
+        key = candidate.mesh, state, rows, candidate.split_points, self._joined(candidate)
         if key not in self._balancers:
             self._balancers[key] = StageBalancer(self.known(candidate).bytes.fixed_runs, self.savings(candidate))
         return self._balancers[key]
@@ -162,7 +170,7 @@ class CandidatePrices:
     def savings(self, candidate: Candidate) -> UnitSavings:
         """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups."""
         compute, rows = program_mesh(self.program, candidate.mesh), candidate.microbatch_size
-        key = compute, self.known(candidate).compute_groups, rows, candidate.split_points
+        key = compute, self.known(candidate).compute_groups, rows, candidate.split_points, self._joined(candidate)
         if key not in self._savings:
             pricing = functools.partial(self.known, candidate)
             running = functools.partial(self._running, candidate)
