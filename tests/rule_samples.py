@@ -31,6 +31,8 @@ def whole(below: int, *shape: int) -> Tensor:
 PRODUCTS: list[tuple[Made, ...]] = [
     (F.linear, real(4, 6, 8), real(12, 8), real(12)),
     (F.linear, real(8), real(12, 8)),
+    (F.linear, real(4, 6, 8), real(8)),  # a number for each row
+    (F.linear, real(4, 6, 8), real(8), real()),
     *(
         (
             lambda x, w, ends: F.grouped_mm(x, w, offs=ends),

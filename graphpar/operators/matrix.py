@@ -34,8 +34,11 @@ def _ranks(node: fx.Node) -> tuple[list[int], list[int]]:
 
 
 def linear(node: fx.Node) -> Rule:
-    """Column-parallel shards n, row-parallel shards k."""
-    return parse_rule("... k, n k, n? -> ... n", *_ranks(node), padded="n ...", linear=[{0}])
+    """Column-parallel shards n, row-parallel shards k. A weight of one dim gives each row a number."""
+    operands, results = _ranks(node)
+    if operands[1] == 1:
+        return parse_rule(", ".join(["... k", "k", ""][: len(operands)]) + " -> ...", operands, results, linear=[{0}])
+    return parse_rule("... k, n k, n? -> ... n", operands, results, padded="n ...", linear=[{0}])
 
 
 def added(text: str) -> Callable[[fx.Node], Rule]:

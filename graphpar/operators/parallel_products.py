@@ -122,7 +122,7 @@ def _is_of_rows(collective: fx.Node, whole: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """Whether ``node`` applies a parameter to all rows of its operand."""
-    if operator_name(node) != "linear" or node.kwargs:
+    if operator_name(node) != "linear" or node.kwargs or value_of(node.args[1]).ndim != 2:  # type: ignore[arg-type]
         return False
     return all(is_parameter(item) for item in node.args[1:] if isinstance(item, fx.Node))
 

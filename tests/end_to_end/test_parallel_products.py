@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import graphpar as gp
 from graphpar.verification import verify_all
@@ -54,6 +55,30 @@ def test_it_trains_as_the_unpartitioned_model(name: str, degree: int, kind: str)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_the_whole_sequence_trains_as_the_unpartitioned_model(degree: int) -> None:
     check(parts("gpt2_tiny", degree, "kept", whole=True))
+
+
+class Gate(torch.nn.Module):
+    """A layer whose result is scaled, row by row, by a number that a weight of one dim gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.after = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.scale, self.shift = torch.nn.Parameter(torch.randn(8)), torch.nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x)
+        scales = F.linear(rows, self.scale, self.shift).unsqueeze(-1)
+        return self.after(x + self.down(F.gelu(self.up(rows))) * scales).sin().mean()
+
+
+def test_a_weight_of_one_dim_stays_a_product_of_its_own() -> None:
+    torch.manual_seed(0)
+    program = gp.export(Gate(), (torch.randn(4, 8, 8),))
+    made = gp.partition(program, gp.plan(program, mesh={"tp": 2}, shard_plan={"norm": "sequence", "after": "sequence"}))
+    text = made.files["stage_0.py"]
+    assert "scattered_product(" in text and "F.linear(" in text
+    check(made)
 
 
 def test_products_take_their_collectives() -> None:
