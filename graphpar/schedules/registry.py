@@ -109,6 +109,8 @@ _SPELLINGS: dict[str, str] = {
 
 def canonical_name(name: str) -> str:
     """Return the name as in :data:`SCHEDULES`, from any case, with or without ``-``, ``_`` and spaces, or an alias."""
+    if name in SCHEDULES:
+        return name
     folded = _fold(name)
     if folded in _SPELLINGS:
         return _SPELLINGS[folded]

@@ -21,6 +21,7 @@ from graphpar.text import plural
 
 SHOWN = 4
 """How many alternatives (the best of other meshes) are shown beside the chosen plan by default."""
+_PLACES = {name: place for place, name in enumerate(SCHEDULES)}
 POINTS = 2000
 """How many priced plans a search's JSON lists at most."""
 
@@ -52,7 +53,7 @@ class PlannerConstraints:
     check: Callable[[Mesh, int, str | int], None] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A mesh, a schedule, microbatches and how state is sharded; ``bound`` is a lower bound of its step time in seconds."""
 
@@ -70,7 +71,7 @@ class Candidate:
     def key(self) -> tuple[Any, ...]:
         """The order of candidates that are equally fast: fewer dependent ranks, state whole, simpler schedules, larger microbatches
         first."""
-        mesh, schedules = self.mesh, list(SCHEDULES)
+        mesh = self.mesh
         state = mesh.dp_shard, self.zero, str(self.reshard)
         return (
             mesh.pp,
@@ -79,7 +80,7 @@ class Candidate:
             mesh.ep,
             mesh.dp_expert,
             *state,
-            schedules.index(self.schedule),
+            _PLACES[self.schedule],
             self.stages_per_rank,
             self.microbatches,
         )
@@ -211,8 +212,8 @@ class Tried:
         able: Sequence[Candidate],
         hopeless: Sequence[Candidate],
         priced: Collection[Candidate],
-        useless: Collection[Candidate],
-        unsolved: Collection[Candidate] = (),
+        useless: Collection[int],
+        unsolved: Collection[int] = (),
         unpriced: int = 0,
     ) -> Tried:
         """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless``, ``priced``, or ``unpriced`` for want of

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from graphpar.cost_models.estimates import Alone
 from graphpar.cost_models.execution import Execution
@@ -38,53 +37,91 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.modes import GENERATE
 from graphpar.text import listed, plural, seconds_text
 
-_NEAR = 1.03
+NEAR = 1.03
 """Up to how many times the fastest step a plan takes whose stages are looked at again."""
 _DOUBTFUL = -1
 """The level of a candidate that has not been sharded; at others, so many of the higher bounds are known."""
 _AT_LEAST = 8
 """So many of the most promising plans are priced also where time is over: that takes little beside placements."""
-_Entry = tuple[float, tuple[Any, ...], int, int]
-"""A bound, the order of candidates that have the same, the number of one, and its level."""
+_Entry = tuple[float, int, int, int]
+"""A bound, the order of candidates that have the same, the number of one in its space, and its level."""
 SHOWN_EVERY_S = 0.2
 """How often a search says what it is at."""
 
 
 @dataclass
-class _Explored:
-    """What a search has found so far.
+class Explored:
+    """What a search has found so far, and what it has yet to try. Candidates go by their numbers in the space.
 
     Attributes:
+        bounds: the first bound of each candidate that is tried; doubtful ones have one that needs no placements.
+        heap: what is left to try, the most promising first.
+        later: doubtful candidates that are left for when nothing else fits, as time is over.
         best: the fastest that fits, of each mesh.
         hopeless: candidates that can't fit.
         lower: no candidate takes fewer seconds a step.
+        exact: the best of each mesh with every microbatch simulated, once the search has ended.
         points: those that were priced.
         open: how many were not, for want of time.
-        expanded: candidates with a doubtful tp that were tried after all, since no bound was above the best: those that are ``added`` to
-            the others, and how many are ``impossible``.
+        able: candidates that can run, those with a doubtful tp only once they are ``expanded``: tried after all, since no bound was above
+            the best.
+        impossible: how many of those that were looked at can't run.
+        shown_at: when it was last told what the search is at.
+        times: the seconds of the best of each mesh, ascending.
     """
 
+    bounds: dict[int, float]
+    able: list[int]
+    impossible: int
+    heap: list[_Entry]
+    later: list[_Entry] = field(default_factory=list)
     best: dict[Mesh, Priced] = field(default_factory=dict)
     misfits: list[Priced] = field(default_factory=list)
     hopeless: list[Candidate] = field(default_factory=list)
     lower: float = math.inf
+    exact: list[Priced] = field(default_factory=list)
     points: dict[Candidate, Point] = field(default_factory=dict)
     open: int = 0
-    added: list[Candidate] = field(default_factory=list)
-    expanded: list[Candidate] = field(default_factory=list)
-    impossible: int = 0
+    expanded: list[int] = field(default_factory=list)
+    shown_at: float = -math.inf
+    times: list[float] = field(default_factory=list)
+    _refined: dict[tuple[str, int], tuple[Priced, Priced]] = field(default_factory=dict)  # with what it was made of
+
+    @property
+    def least_s(self) -> float:
+        """What is left to try takes no fewer seconds; infinity where nothing is."""
+        return self.heap[0][0] if self.heap else math.inf
+
+    @property
+    def fastest(self) -> Priced | None:
+        """The fastest plan so far that fits."""
+        return min(self.best.values(), key=lambda each: each.rank_key, default=None)
+
+    def fits(self, priced: Priced) -> None:
+        """Take a plan that fits, where it is the fastest of its mesh."""
+        known = self.best.get(priced.candidate.mesh)
+        if known is None or priced.rank_key < known.rank_key:
+            self.best[priced.candidate.mesh] = priced
+            self.times = sorted(each.estimate.step_time_s for each in self.best.values())
 
     def noted(self, priced: Priced) -> Priced:
         """Keep a priced candidate in short; of the same one the last price counts."""
         self.points[priced.candidate] = Point.of(priced)
         return priced
 
+    def refined(self, priced: Priced, way: Callable[[Priced], Priced]) -> Priced:
+        """Return what ``way`` makes of a plan, done once, and keep it in short."""
+        key = way.__name__, id(priced)
+        if key not in self._refined:
+            self._refined[key] = priced, way(priced)
+        return self.noted(self._refined[key][1])
+
     def text(self, candidates: int) -> str:
         """Say how far the search is, and the best plan so far."""
         text = f"planning: {len(self.points)} priced of {plural(candidates, 'plan')}"
-        if not self.best:
+        best = self.fastest
+        if best is None:
             return text
-        best = min(self.best.values(), key=lambda each: each.rank_key)
         return f"{text}, best so far {seconds_text(best.estimate.step_time_s)} a step ({best.candidate.mesh})"
 
 
@@ -124,8 +161,8 @@ class Planner:
             self.space, solve, execution or Execution(), dtype, None if like is None else like.prices, self.show
         )
         self.bounds, self.fitting = StepBounds(self.prices), Fitting(self.prices)
-        self._useless: frozenset[Candidate] = frozenset()
-        self._unsolved: frozenset[Candidate] = frozenset()
+        self._useless: frozenset[int] = frozenset()
+        self._unsolved: frozenset[int] = frozenset()
         self._began = time.monotonic()
 
     @property
@@ -144,43 +181,55 @@ class Planner:
         Unless ``all_degrees``, those with a tp degree beyond the first that makes microbatches no faster are not among them; see
         :meth:`_doubtful`. (Such a degree may still be needed for memory.) Nor are those with a degree for which there is no time.
         """
-        found, impossible = [], 0
+        bounds, impossible = self._bounds(all_degrees)
+        every, order = self.space.all, self.space.order
+        numbers = sorted(bounds, key=lambda number: (bounds[number], order[number]))
+        return [replace(every[number], bound=bounds[number]) for number in numbers], impossible
+
+    def _bounds(self, all_degrees: bool) -> tuple[dict[int, float], int]:
+        """Return the first bounds of :meth:`bounded` by the numbers of candidates, and how many are impossible."""
+        found: dict[int, float] = {}
+        impossible = 0
         self._useless = self._unsolved = frozenset()
         if not all_degrees:
             self._useless = self._with_degrees(self._useless_degrees(self.space.all))
             if self._over:
                 self._unsolved = self._with_degrees(self._unsolved_degrees(self.space.all)) - self._useless
-        for candidate in self.space.all:
-            if candidate in self._useless or candidate in self._unsolved:
-                continue
-            bounded = self._bounded(candidate)
-            impossible += bounded is None
-            found += [] if bounded is None else [bounded]
-        return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+        left_out = self._useless | self._unsolved
+        for number, candidate in enumerate(self.space.all):
+            if number not in left_out:
+                bound = self._bound(candidate)
+                if bound is None:
+                    impossible += 1
+                else:
+                    found[number] = bound
+        return found, impossible
 
-    def _with_degrees(self, degrees: Mapping[tuple[int, ...], Collection[int]]) -> frozenset[Candidate]:
+    def _with_degrees(self, degrees: Mapping[tuple[int, ...], Collection[int]]) -> frozenset[int]:
         """Return the candidates with these tp degrees, by cp and ep."""
-        return frozenset(each for each in self.space.all if each.mesh.tp in degrees.get(_beside(each.mesh), ()))
+        every = enumerate(self.space.all)
+        return frozenset(number for number, each in every if each.mesh.tp in degrees.get(_beside(each.mesh), ()))
 
-    def _bounded(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate with its first bound; None where it is impossible."""
+    def _bound(self, candidate: Candidate) -> float | None:
+        """Return the candidate's first bound; None where it is impossible."""
         pricing = self.prices.pricing(candidate)
         if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
             return None
-        return replace(candidate, bound=self.bounds.of(candidate, pricing))
+        return self.bounds.of(candidate, pricing)
 
-    def _doubtful(self) -> list[Candidate]:
+    def _doubtful(self) -> dict[int, float]:
         """Return the candidates whose degree makes microbatches no faster, as far as a smaller one shows, with a bound that needs no
         placements of theirs: they divide a microbatch's seconds at the largest smaller degree at best."""
         degrees: dict[tuple[int, ...], set[int]] = {}
-        for each in self.space.all:
-            if each not in self._useless and each not in self._unsolved:
+        left_out = self._useless | self._unsolved
+        for number, each in enumerate(self.space.all):
+            if number not in left_out:
                 degrees.setdefault(_beside(each.mesh), set()).add(each.mesh.tp)
-        found = []
-        for each in self._useless | self._unsolved:
+        found = {}
+        for number in left_out:
+            each = self.space.all[number]
             smaller = max(degree for degree in degrees[_beside(each.mesh)] if each.mesh.tp % degree == 0)
-            seconds = self.bounds.of_smaller(each, smaller)
-            found.append(replace(each, bound=seconds))
+            found[number] = self.bounds.of_smaller(each, smaller)
         return found
 
     def _useless_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
@@ -218,17 +267,43 @@ class Planner:
 
     def search(self, prune: bool = True) -> SearchResult:
         """Return the fastest candidate that fits. Without ``prune`` all are priced, with the same result."""
-        found = self._searched(prune, all_degrees=False)
-        if found.best is not None or not self.space.all or self.cluster.size == 1:
-            return found
-        self.space.divide_any_sequence()  # a part of one may fit where a whole one does not
-        return self._searched(prune, all_degrees=True)
+        return self.ended(self.begun(), prune)
+
+    def ended(self, found: Explored, prune: bool = True) -> SearchResult:
+        """Return the result of a search that has begun; where nothing fits, of a wider one."""
+        self._explore(found, prune)
+        if not found.best and (wider := self.wider()) is not None:
+            found = wider
+            self._explore(found, prune)
+        return self.result(found)
+
+    def begun(self, *, all_degrees: bool = False) -> Explored:
+        """Return a search that has tried nothing yet; doubtful candidates are sharded only if they may be faster than the best, and when
+        time is over only if nothing else fits."""
+        self._began = time.monotonic()
+        bounds, impossible = self._bounds(all_degrees)
+        doubtful, order = self._doubtful(), self.space.order
+        heap = [(bound, order[number], number, 0) for number, bound in bounds.items()]
+        heap += [(bound, order[number], number, _DOUBTFUL) for number, bound in doubtful.items()]
+        heapq.heapify(heap)
+        return Explored(bounds | doubtful, list(bounds), impossible, heap)
+
+    def wider(self) -> Explored | None:
+        """Return another search, for where nothing fits: of all degrees, and of sequences in parts where whole ones do not fit; None where
+        there is nothing to search."""
+        if not self.space.all or self.cluster.size == 1:
+            return None
+        self.space.divide_any_sequence()
+        return self.begun(all_degrees=True)
 
     def fastest(self, keep: Callable[[Candidate], bool]) -> tuple[Priced | None, bool]:
         """Return the fastest that fits of the candidates that ``keep`` takes, and whether there was time for all of them."""
-        candidates = [each for each in self.bounded(all_degrees=True)[0] if keep(each)]
+        found = self.begun(all_degrees=True)
+        found.heap = [entry for entry in found.heap if keep(self.space.all[entry[2]])]
+        heapq.heapify(found.heap)
         self._began = time.monotonic()
-        found = self._explored(candidates, True)
+        self._explore(found)
+        self._note_open(found)
         ranked = sorted(map(self.fitting.exactly, found.best.values()), key=lambda each: each.rank_key)
         return next((each for each in ranked if each.fits), None), not found.open
 
@@ -274,126 +349,123 @@ class Planner:
                 return priced
         return None
 
-    def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
-        self._began = time.monotonic()
-        candidates, impossible = self.bounded(all_degrees=all_degrees)
-        found = self._explored(candidates, prune, self._doubtful())
-        candidates, impossible = candidates + found.added, impossible + found.impossible
+    def result(self, found: Explored) -> SearchResult:
+        """Return the result of a search that has ended."""
+        self._note_open(found)
+        every = self.space.all
         self._useless -= set(found.expanded)
         self._unsolved -= set(found.expanded)
-        best, misfits, hopeless = found.best, found.misfits, found.hopeless
-        exact = [found.noted(self.fitting.exactly(each)) for each in best.values()]
-        whole = sorted(exact, key=lambda each: each.rank_key)
-        ranked = self._polished([each for each in whole if each.fits], found)
-        misfits += [each for each in whole if not each.fits]  # simulating few microbatches underestimated them
+        ranked, hopeless = self.ranked(found), found.hopeless
+        # Simulating few microbatches underestimates some.
+        misfits = found.misfits + [each for each in found.exact if not each.fits]
         if not ranked:
             misfits += [
                 found.noted(self.fitting.price(candidate))
                 for candidate in sorted(hopeless, key=self.bounds.least_bytes)[: 4 * SHOWN]
             ]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
-        faster = self._faster(ranked[0], found) if ranked else ()
+        faster = self._faster(ranked[0], found, misfits) if ranked else ()
+        able = [every[number] for number in found.able]
         return SearchResult(
             best=ranked[0] if ranked else None,
             alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
-            considered=len(self.space.all),
+            considered=len(every),
             priced=len(found.points),
-            infeasible=impossible + len(misfits) + len(hopeless),
+            infeasible=found.impossible + len(misfits) + len(hopeless),
             refused=tuple(self.space.refused),
             misfits=faster,
             lower_bound_s=found.lower,
-            left_out=self._left_out(candidates, found.open),
+            left_out=self._left_out(able, found.open),
             points=tuple(sorted(found.points.values(), key=lambda each: (each.step_time_s, *each.candidate.key))),
-            tried=Tried.of(
-                self.space.all, candidates, hopeless, found.points, self._useless, self._unsolved, found.open
-            ),
+            tried=Tried.of(every, able, hopeless, found.points, self._useless, self._unsolved, found.open),
         )
 
-    def _explored(self, candidates: Sequence[Candidate], prune: bool, doubtful: Sequence[Candidate] = ()) -> _Explored:
-        """Price candidates in the order of their bounds, until what is left can't be shown, or time is over.
+    def ranked(self, found: Explored) -> list[Priced]:
+        """Return the plans of a search so far that fit when every microbatch is simulated, the fastest first, with their stages moved."""
+        found.exact = [found.refined(each, self.fitting.exactly) for each in found.best.values()]
+        whole = sorted(found.exact, key=lambda each: each.rank_key)
+        return self._polished([each for each in whole if each.fits], found)
 
-        ``doubtful`` ones are sharded only if they may be faster than the best, and when time is over only if nothing else fits.
-        """
-        found, shown_at, known_ones = _Explored(), -math.inf, [*candidates, *doubtful]
-        higher = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory)
-        first = [0] * len(candidates) + [_DOUBTFUL] * len(doubtful)
-        heap: list[_Entry] = [
-            (each.bound, each.key, number, level) for number, (each, level) in enumerate(zip(known_ones, first))
-        ]
-        heapq.heapify(heap)
-        later: list[_Entry] = []
-        while heap or (later and not found.best):
-            if not heap:
-                self._expand(heapq.heappop(later)[2], known_ones, found, heap)
-                continue
-            bound, _, number, level = heap[0]
-            candidate, now = known_ones[number], time.monotonic()
-            if self._over and found.best and len(found.points) >= _AT_LEAST:
-                break
-            heapq.heappop(heap)
-            if self._over and level == _DOUBTFUL:
-                heapq.heappush(later, (bound, candidate.key, number, level))
-                continue
-            if now - shown_at > SHOWN_EVERY_S:
-                self.show(found.text(len(candidates)))
-                shown_at = now
-            times = sorted(each.estimate.step_time_s for each in found.best.values())
-            if prune and times[self.shown :] and bound > times[self.shown]:
-                heap.clear()
-                break
-            if level == _DOUBTFUL:
-                if not times or bound < times[0]:
-                    self._expand(number, known_ones, found, heap)
-                continue
-            known = found.best.get(candidate.mesh)
-            if prune and known is not None and bound > known.estimate.step_time_s:
-                continue
-            if level < len(higher):
-                bound = max(bound, higher[level](candidate))
-                if math.isfinite(bound) or not prune:
-                    heapq.heappush(heap, (bound, candidate.key, number, level + 1))
-                else:
-                    found.hopeless.append(candidate)
-                continue
-            priced = found.noted(self.fitting.price(candidate))
-            exact = priced.fits and not any(priced.choices)
-            found.lower = min(found.lower, priced.estimate.step_time_s if exact else bound)
-            if not priced.fits:
-                found.misfits.append(priced)
-            elif known is None or priced.rank_key < known.rank_key:
-                found.best[candidate.mesh] = priced
-        self._note_open([*heap, *later], known_ones, found)
-        return found
+    def _explore(self, found: Explored, prune: bool = True) -> None:
+        """Price candidates in the order of their bounds, until what is left can't be shown, or time is over."""
+        while self.step(found, prune):
+            pass
 
-    def _note_open(self, left: Sequence[_Entry], candidates: Sequence[Candidate], found: _Explored) -> None:
+    def step(self, found: Explored, prune: bool = True) -> bool:
+        """Try the most promising candidate that is left, a bound further; return whether that was not the end."""
+        higher, heap = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory), found.heap
+        if not heap:
+            if not found.later or found.best:
+                return False
+            self._expand(heapq.heappop(found.later)[2], found)
+            return True
+        bound, order, number, level = heap[0]
+        now = time.monotonic()
+        if self._over and found.best and len(found.points) >= _AT_LEAST:
+            return False
+        heapq.heappop(heap)
+        if self._over and level == _DOUBTFUL:
+            heapq.heappush(found.later, (bound, order, number, level))
+            return True
+        if now - found.shown_at > SHOWN_EVERY_S:
+            self.show(found.text(len(found.able)))
+            found.shown_at = now
+        if prune and found.times[self.shown :] and bound > found.times[self.shown]:
+            heap.clear()
+            return False
+        if level == _DOUBTFUL:
+            if not found.times or bound < found.times[0]:
+                self._expand(number, found)
+            return True
+        candidate = replace(self.space.all[number], bound=found.bounds[number])
+        known = found.best.get(candidate.mesh)
+        if prune and known is not None and bound > known.estimate.step_time_s:
+            return True
+        if level < len(higher):
+            bound = max(bound, higher[level](candidate))
+            if math.isfinite(bound) or not prune:
+                heapq.heappush(heap, (bound, order, number, level + 1))
+            else:
+                found.hopeless.append(candidate)
+            return True
+        priced = found.noted(self.fitting.price(candidate))
+        exact = priced.fits and not any(priced.choices)
+        found.lower = min(found.lower, priced.estimate.step_time_s if exact else bound)
+        if priced.fits:
+            found.fits(priced)
+        else:
+            found.misfits.append(priced)
+        return True
+
+    def _note_open(self, found: Explored) -> None:
         """Note those for which there was no time, that may be faster than the best."""
-        best = min((each.estimate.step_time_s for each in found.best.values()), default=math.inf)
-        faster = [entry for entry in left if entry[0] < best]
+        best = found.times[0] if found.times else math.inf
+        faster = [entry for entry in (*found.heap, *found.later) if entry[0] < best]
         found.lower = min([found.lower, *(bound for bound, *_ in faster)])
-        found.open = sum(candidates[number] not in self._useless for _, _, number, _ in faster)
+        found.open = sum(number not in self._useless for _, _, number, _ in faster)
 
-    def _expand(self, number: int, candidates: list[Candidate], found: _Explored, heap: list[_Entry]) -> None:
+    def _expand(self, number: int, found: Explored) -> None:
         """Shard a doubtful candidate, and try it like the others."""
-        found.expanded.append(candidates[number])
-        bounded = self._bounded(candidates[number])
-        if bounded is None:
+        found.expanded.append(number)
+        bound = self._bound(self.space.all[number])
+        if bound is None:
             found.impossible += 1
             return
-        candidates[number] = bounded
-        found.added.append(bounded)
-        heapq.heappush(heap, (bounded.bound, bounded.key, number, 0))
+        found.bounds[number] = bound
+        found.able.append(number)
+        heapq.heappush(found.heap, (bound, self.space.order[number], number, 0))
 
-    def _polished(self, ranked: list[Priced], found: _Explored) -> list[Priced]:
+    def _polished(self, ranked: list[Priced], found: Explored) -> list[Priced]:
         """Move the boundaries of stages of the plans that are about as fast as the first: the search has the slowest stage as fast as
         possible, which is not always the fastest step."""
-        near = [each for each in ranked if each.estimate.step_time_s <= _NEAR * ranked[0].estimate.step_time_s]
-        better = {each.candidate: found.noted(self.fitting.polished(each)) for each in near[: self.shown + 1]}
+        near = [each for each in ranked if each.estimate.step_time_s <= NEAR * ranked[0].estimate.step_time_s]
+        better = {each.candidate: found.refined(each, self.fitting.polished) for each in near[: self.shown + 1]}
         return sorted((better.get(each.candidate, each) for each in ranked), key=lambda each: each.rank_key)
 
     def _left_out(self, candidates: Sequence[Candidate], unpriced: int) -> tuple[str, ...]:
         """Say what was not tried: degrees, and ``unpriced`` candidates for which there was no time."""
         tried = {candidate.mesh.tp for candidate in candidates}
-        others = sorted({candidate.mesh.tp for candidate in self._useless} - tried)
+        others = sorted({self.space.all[number].mesh.tp for number in self._useless} - tried)
         found = [f"tp={listed(list(map(str, others)), 4)}, as tp={max(tried)} is no faster"] if others and tried else []
         if "cp" not in self.space.pinned and not self.space.divides_sequences and self.cluster.size > 1:
             found.append("cp, as rows suffice")
@@ -403,14 +475,14 @@ class Planner:
             )
         return tuple(found)
 
-    def _faster(self, chosen: Priced, found: _Explored) -> tuple[Priced, ...]:
+    def _faster(self, chosen: Priced, found: Explored, misfits: Sequence[Priced]) -> tuple[Priced, ...]:
         """Return the candidates nearest to fitting, on meshes on which nothing fits, that would be faster than ``chosen``."""
         smallest: dict[Mesh, Candidate] = {}
         for candidate in sorted(found.hopeless, key=lambda each: (self.bounds.least_bytes(each), each.key)):
             if candidate.mesh not in found.best and candidate.bound < chosen.estimate.step_time_s:
                 smallest.setdefault(candidate.mesh, candidate)
         first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
-        others = [each for each in found.misfits if each.candidate.mesh not in found.best] + [
+        others = [each for each in misfits if each.candidate.mesh not in found.best] + [
             found.noted(self.fitting.price(candidate)) for candidate in first
         ]
         return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]

@@ -32,6 +32,7 @@ from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.recomputation import AUTO, least_first, recomputed_blocks
 from graphpar.passes.planning.remedies import GROWTH, remedies
+from graphpar.passes.planning.rivals import search_together
 from graphpar.passes.planning.space import free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as
@@ -63,7 +64,7 @@ def search_plan(
     """
     pins = replace(pins, cluster=cluster)
     planner = planner_for(program, cluster, pinned, pins, top, limit_s=limit_s, show=show)
-    found = planner.search()
+    rings, found = _searched(program, cluster, pinned, pins, planner, top, limit_s, show)
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         free = free_axes(pinned, pins.zero, program.mode)
@@ -75,13 +76,7 @@ def search_plan(
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
         raise NothingFits(_misfit(program, cluster, pinned, pins, found, planner))
-    if pins.overlap_tp is None and _hides(cluster, planner):
-        beside = planner_for(
-            program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show
-        ).search()
-        inside = beside.best is not None and beside.best.candidate.mesh.tp <= cluster.devices_per_node
-        if inside and beside.best is not None and beside.best.estimate.step_time_s < found.best.estimate.step_time_s:
-            pins, found = replace(pins, overlap_tp=beside.best.candidate.mesh.tp > 1), beside
+    pins = replace(pins, overlap_tp=rings)
     best = found.best
     assert best is not None
     decided = replace(
@@ -99,6 +94,36 @@ def search_plan(
     )
     alone = planner.alone() if cluster.size > 1 and program.symbolic else None
     return replace(choose(program, best.candidate.mesh, decided), predicted=best.estimate, found=found, alone=alone)
+
+
+def _searched(
+    program: Program,
+    cluster: Cluster,
+    pinned: Mapping[str, int],
+    pins: PlanConstraints,
+    planner: Planner,
+    top: int,
+    limit_s: float | None,
+    show: Callable[[str], None] | None,
+) -> tuple[bool | None, SearchResult]:
+    """Return whether collectives of tp run beside products, and what ``planner`` found, or one with these: the faster of both.
+
+    Where it is not pinned both are searched, each no further than the other's fastest plan allows.
+    """
+
+    def wins(number: int, priced: Priced) -> bool:
+        return number == 0 or priced.candidate.mesh.tp <= cluster.devices_per_node
+
+    begun, asked = planner.begun(), pins.overlap_tp is None
+    if not (asked and _hides(cluster, planner)):
+        found = planner.ended(begun)
+        if found.best is None or not (asked and _hides(cluster, planner)):  # a degree that was sharded later may
+            return pins.overlap_tp, found
+        begun = planner.begun()
+    beside = planner_for(program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show)
+    number, found = search_together([(planner, begun), (beside, beside.begun())], wins)
+    rings = pins.overlap_tp if number == 0 or found.best is None else found.best.candidate.mesh.tp > 1
+    return rings, found
 
 
 def _hides(cluster: Cluster, planner: Planner) -> bool:

@@ -68,13 +68,21 @@ class Space:
     def divide_any_sequence(self) -> None:
         """Let sequences be divided wherever they can be."""
         self.any_cp = True
-        for name in ("all", "divides_sequences", "_middle_sizes"):
+        for name in ("all", "order", "divides_sequences", "_middle_sizes"):
             self.__dict__.pop(name, None)
 
     @functools.cached_property
     def all(self) -> tuple[Candidate, ...]:
         """All candidates."""
         return tuple(self.candidates())
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """The place of each candidate among all where equally fast ones are in the order of their keys."""
+        places = [0] * len(self.all)
+        for place, number in enumerate(sorted(range(len(self.all)), key=lambda number: self.all[number].key)):
+            places[number] = place
+        return places
 
     def middle_size(self, compute: Mesh) -> int:
         """Return the middle one of the microbatch sizes of the candidates whose compute axes are ``compute``; 1 where there are none."""
