@@ -155,9 +155,12 @@ def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int)
     row = _check_stages(schedule, pp, stages_per_rank)
     _check_count("batch", batch)
     stages = pp * stages_per_rank
-    return [
-        count for count in range(1, batch + 1) if batch % count == 0 and row.microbatches.accepts(pp, stages, count)
-    ]
+    return [count for count in _divisors(batch) if row.microbatches.accepts(pp, stages, count)]
+
+
+@lru_cache(maxsize=512)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def bubble_warning(

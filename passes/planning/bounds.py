@@ -26,6 +26,7 @@ class StepBounds:
     def __init__(self, prices: CandidatePrices) -> None:
         self.prices = prices
         self._bounds: dict[tuple[object, ...], float] = {}
+        self._smaller: dict[tuple[object, ...], float] = {}
 
     def of(self, candidate: Candidate, pricing: Pricing) -> float:
         """Return a lower bound of the step time, memory aside."""
@@ -38,13 +39,14 @@ class StepBounds:
     def of_smaller(self, candidate: Candidate, tp: int) -> float:
         """Return a bound of the step time from what ranks of a smaller ``tp`` take, whose placements are known: more ranks divide their
         work at best, and what they send is no less."""
-        compute = Mesh(dp_expert=candidate.mesh.dp_expert, cp=candidate.mesh.cp, ep=candidate.mesh.ep, tp=tp)
-        pricing = self.prices.pricing(replace(candidate, mesh=compute, zero=0, reshard="default"))
-        if pricing is None:
-            return 0.0
-        whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
-        share = tp / (candidate.mesh.tp * candidate.mesh.pp)
-        return candidate.microbatches * (whole.forward + whole.backward) * share
+        mesh, rows = candidate.mesh, candidate.microbatch_size
+        key = mesh.dp_expert, mesh.cp, mesh.ep, tp, rows, candidate.split_points
+        if key not in self._smaller:
+            compute = Mesh(dp_expert=mesh.dp_expert, cp=mesh.cp, ep=mesh.ep, tp=tp)
+            pricing = self.prices.pricing(replace(candidate, mesh=compute, zero=0, reshard="default"))
+            whole = None if pricing is None else pricing.stage_seconds(0, len(pricing.units), rows)
+            self._smaller[key] = 0.0 if whole is None else whole.forward + whole.backward
+        return candidate.microbatches * self._smaller[key] * (tp / (mesh.tp * mesh.pp))
 
     def _computed_bound(self, candidate: Candidate, pricing: Pricing) -> float:
         count, pp = candidate.microbatches, candidate.mesh.pp

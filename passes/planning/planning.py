@@ -121,6 +121,7 @@ def _searched(
             return pins.overlap_tp, found
         begun = planner.begun()
     beside = planner_for(program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show)
+    beside.space.lies_in(planner.space)
     number, found = search_together([(planner, begun), (beside, beside.begun())], wins)
     rings = pins.overlap_tp if number == 0 or found.best is None else found.best.candidate.mesh.tp > 1
     return rings, found

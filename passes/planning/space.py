@@ -64,6 +64,11 @@ class Space:
         self.pinned, self.wishes = dict(pinned), wishes
         self.refused: dict[str, None] = {}
         self.any_cp = False
+        self._around: Space | None = None
+
+    def lies_in(self, other: Space) -> None:
+        """Take the candidates of ``other`` that can be here too; those are all that there are."""
+        self._around = other
 
     def divide_any_sequence(self) -> None:
         """Let sequences be divided wherever they can be."""
@@ -74,7 +79,12 @@ class Space:
     @functools.cached_property
     def all(self) -> tuple[Candidate, ...]:
         """All candidates."""
-        return tuple(self.candidates())
+        if self._around is None or self._around.any_cp != self.any_cp:
+            return tuple(self.candidates())
+        able = {
+            (mesh, *state) for mesh in self.meshes() if not self.batch % mesh.replicas for state in self.states(mesh)
+        }
+        return tuple(each for each in self._around.all if (each.mesh, each.zero, each.reshard) in able)
 
     @functools.cached_property
     def order(self) -> list[int]:

@@ -204,7 +204,7 @@ class StageBalancer:
 
     def __init__(self, fixed: Callable[[], Array], savings: UnitSavings) -> None:
         self._fixed_runs, self._savings = fixed, savings
-        self._costs: dict[tuple[float, float, int], Array] = {}
+        self._known: dict[tuple[tuple[float, ...], float, int], tuple[float, tuple[int, ...] | None]] = {}
 
     @cached_property
     def _fixed(self) -> Array:
@@ -218,27 +218,30 @@ class StageBalancer:
             room: bytes that a stage may take.
             messages: how many microbatches of messages between stages are kept.
         """
-        reaches: list[_Reach] = []
-        for each in alive:
-            reaches.append(_further(reaches[-1] if reaches else None, self._within(each, room, messages)))
-        return _best(reaches)
+        key = tuple(alive), room, messages
+        if key not in self._known:
+            costs: dict[float, Array] = {}  # not kept: each is a table of every run of units
+            reaches: list[_Reach] = []
+            for each in alive:
+                if each not in costs:
+                    costs[each] = self._within(each, room, messages)
+                reaches.append(_further(reaches[-1] if reaches else None, costs[each]))
+            self._known[key] = _best(reaches)
+        return self._known[key]
 
     def _within(self, alive: float, room: float, messages: int) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
-        key = alive, room, messages
-        if key not in self._costs:
-            savings, table = self._savings, self._savings.first
-            best = np.full(table.kept.shape, np.inf)
-            fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
-            for cap in savings.caps:
-                left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
-                seconds = savings.least_runs
-                for price, sizes in cap.savings:
-                    taken = np.minimum(left, sizes)
-                    seconds, left = seconds + price * taken, left - taken
-                best = np.minimum(best, np.where(left > 1, np.inf, seconds))
-            self._costs[key] = np.asfortranarray(best)
-        return self._costs[key]
+        savings, table = self._savings, self._savings.first
+        best = np.full(table.kept.shape, np.inf)
+        fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
+        for cap in savings.caps:
+            left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
+            seconds = savings.least_runs
+            for price, sizes in cap.savings:
+                taken = np.minimum(left, sizes)
+                seconds, left = seconds + price * taken, left - taken
+            best = np.minimum(best, np.where(left > 1, np.inf, seconds))
+        return np.asfortranarray(best)
 
 
 class _Reach(NamedTuple):
