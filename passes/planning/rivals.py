@@ -44,28 +44,39 @@ def search_together(
         wins: whether the fastest plan of a planner, by its number, is to be compared with those of the others.
     """
     rivals = [_Rival(planner, found) for planner, found in planners]
+    seconds = 0.0
     while True:
-        fastest = [_fastest_s(rival, number, wins) for number, rival in enumerate(rivals)]
-        first = fastest.index(min(fastest))
-        open_ones = [
-            (rival.found.least_s, number)
-            for number, rival in enumerate(rivals)
-            if not rival.ended and _may_win(rival, number, fastest, first)
-        ]
-        if not open_ones:
-            break
-        rivals[min(open_ones)[1]].tried()
-    best_s = min(fastest)
-    ends: list[tuple[float, int]] = []
-    for number, rival in enumerate(rivals):
-        if fastest[number] <= NEAR * best_s and math.isfinite(fastest[number]):
-            ranked = rival.planner.ranked(rival.found)
-            if ranked and wins(number, ranked[0]):
-                ends.append((ranked[0].estimate.step_time_s, number))
-    winner = rivals[min(ends, default=(0.0, 0))[1]]
+        fastest = _explored(rivals, wins, seconds)
+        best_s = max(min(fastest), seconds)
+        ends: list[tuple[float, int]] = []
+        for number, rival in enumerate(rivals):
+            if fastest[number] <= NEAR * best_s and math.isfinite(fastest[number]):
+                ranked = rival.planner.ranked(rival.found)
+                if ranked and wins(number, ranked[0]):
+                    ends.append((ranked[0].estimate.step_time_s, number))
+        seconds, number = min(ends, default=(0.0, 0))
+        if seconds <= best_s:
+            break  # else simulating few microbatches underestimated it, and others may be faster after all
+    winner = rivals[number]
     while not winner.ended:
         winner.tried()
-    return rivals.index(winner), winner.planner.result(winner.found)
+    return number, winner.planner.result(winner.found)
+
+
+def _explored(rivals: Sequence[_Rival], wins: Callable[[int, Priced], bool], least_s: float) -> list[float]:
+    """Search until nothing that is left takes less than the fastest plan so far, or than ``least_s``; return the fastest of each."""
+    while True:
+        fastest = [_fastest_s(rival, number, wins) for number, rival in enumerate(rivals)]
+        best_s = max(min(fastest), least_s)
+        first = fastest.index(min(fastest))
+        left = [
+            (rival.found.least_s, number)
+            for number, rival in enumerate(rivals)
+            if not rival.ended and _may_win(rival, number < first, best_s)
+        ]
+        if not left:
+            return fastest
+        rivals[min(left)[1]].tried()
 
 
 def _fastest_s(rival: _Rival, number: int, wins: Callable[[int, Priced], bool]) -> float:
@@ -74,8 +85,9 @@ def _fastest_s(rival: _Rival, number: int, wins: Callable[[int, Priced], bool]) 
     return math.inf if best is None or not wins(number, best) else best.estimate.step_time_s
 
 
-def _may_win(rival: _Rival, number: int, fastest: Sequence[float], first: int) -> bool:
-    """Whether what is left of the rival's search may be faster than the fastest plan of all, or it has yet to search wider."""
-    bound, best = rival.found.least_s, fastest[first]
+def _may_win(rival: _Rival, earlier: bool, best_s: float) -> bool:
+    """Whether what is left of the rival's search may take less than ``best_s``, or as much if it is ``earlier`` than the fastest, or the
+    rival has yet to search wider."""
+    bound = rival.found.least_s
     unsearched = not rival.found.heap and not rival.found.best
-    return bound < best or (bound == best and number < first) or unsearched or not math.isfinite(best)
+    return bound < best_s or (bound == best_s and earlier) or unsearched or not math.isfinite(best_s)
