@@ -1,12 +1,13 @@
 """Cases for the exchange of rows between ranks that hold different experts, run by real ranks, and what each of them sends.
 
-torchrun --nproc-per-node 4 tests/exchange_fixture.py FOLDER     writes FOLDER/rank_0.safetensors, ...
+torchrun --nproc-per-node 4 tests/exchange_fixture.py FOLDER eager NAME ...     writes FOLDER/rank_0.safetensors, ...
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,37 +73,36 @@ def layer(x: Tensor, offs: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return collectives.return_rows(F.grouped_mm(h, down, offs=ends), "dp_expert", exchange)
 
 
-def run_all(rank: int, count: int) -> dict[str, Tensor]:
-    """Run all cases on this rank, eagerly and compiled."""
+def run_all(rank: int, count: int, how: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Run cases on this rank, ``how`` being eager or compiled."""
     found: dict[str, Tensor] = {}
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for name in LOADS:
+    run = layer if how == "eager" else torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for name in names:
         rows, offs, *weights, upstream = inputs(name)
-        for how, run in (("eager", layer), ("compiled", compiled)):
-            x = rows[rank].clone().requires_grad_()
-            up, down = (weight.chunk(count)[rank].clone().requires_grad_() for weight in weights)  # type: ignore[union-attr]
-            sends = Sends(rank)
-            with sends if how == "eager" else contextlib.nullcontext():  # such a mode keeps torch.compile from running
-                y = run(x, offs[rank], up, down)
-                y.backward(upstream[rank])
-            values = {
-                "y": y.detach(),
-                "x": x.grad,
-                "up": up.grad,
-                "down": down.grad,
-                "sent": torch.tensor(sends.nbytes),
-            }
-            found |= {f"{name}/{how}/{key}": value for key, value in values.items() if value is not None}
+        x = rows[rank].clone().requires_grad_()
+        up, down = (weight.chunk(count)[rank].clone().requires_grad_() for weight in weights)  # type: ignore[union-attr]
+        sends = Sends(rank)
+        with sends if how == "eager" else contextlib.nullcontext():  # such a mode keeps torch.compile from running
+            y = run(x, offs[rank], up, down)
+            y.backward(upstream[rank])
+        values = {
+            "y": y.detach(),
+            "x": x.grad,
+            "up": up.grad,
+            "down": down.grad,
+            "sent": torch.tensor(sends.nbytes),
+        }
+        found |= {f"{name}/{key}": value for key, value in values.items() if value is not None}
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, how: str, names: Sequence[str]) -> None:
     """Write what this rank found."""
     with start():
         collectives.bind({"dp_expert": dist.group.WORLD})
         rank = dist.get_rank()
-        save_file(run_all(rank, dist.get_world_size()), folder / f"rank_{rank}.safetensors")
+        save_file(run_all(rank, dist.get_world_size(), how, names), folder / f"rank_{rank}.safetensors")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

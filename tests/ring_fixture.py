@@ -1,12 +1,12 @@
 """Cases for ring attention: what every rank of 8 is given, in groups of 2, 4 and 8, and what it makes of it.
 
-torchrun --nproc-per-node 8 tests/ring_fixture.py FOLDER     writes FOLDER/rank_0.safetensors, ...
+torchrun --nproc-per-node 8 tests/ring_fixture.py FOLDER              writes FOLDER/rank_0.safetensors, ...
+torchrun --nproc-per-node 2 tests/ring_fixture.py FOLDER compiled     what a compiled function makes of the first case
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from graphpar.runtime import start
 from graphpar.runtime.layout import Shard, shard_of
 
 DEGREES = (2, 4, 8)
-COMPILED = 4
-"""The first ranks, as many, compile it."""
 OPERANDS = ("query", "key", "value")
 ROWS = Shard(2)
 GARBAGE = 7.0
@@ -135,24 +133,21 @@ def _shard(x: Tensor, degree: int, rank: int, padding: float) -> Tensor:
     return shard_of(x, ROWS, degree, rank).masked_fill(~real, padding)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(folder: Path, compiled: bool) -> None:
     found: dict[str, Tensor] = {}
-    four = None
     with start(60) as ranks:
-        for degree in DEGREES:
+        if compiled:
+            collectives.bind({"cp": dist.group.WORLD})
+            made = run_compiled(CASES[0], dist.get_world_size(), ranks.rank)
+            found |= {name: tensor.contiguous() for name, tensor in made.items()}
+        for degree in () if compiled else DEGREES:
             groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, 8, degree)]
-            own = groups[ranks.rank // degree]
-            four = own if degree == COMPILED else four
-            collectives.bind({"cp": own})
+            collectives.bind({"cp": groups[ranks.rank // degree]})
             for number, case in enumerate(CASES):
                 made = run(case, degree, ranks.rank % degree)
                 found |= {f"{degree}/{number}/{name}": tensor.contiguous() for name, tensor in made.items()}
-        if ranks.rank < COMPILED:
-            collectives.bind({"cp": four})
-            made = run_compiled(CASES[0], COMPILED, ranks.rank)
-            found |= {f"compiled/{name}": tensor.contiguous() for name, tensor in made.items()}
-        save_file(found, Path(arguments[0]) / f"rank_{ranks.rank}.safetensors")
+        save_file(found, folder / f"rank_{ranks.rank}.safetensors")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]), compiled=sys.argv[2:] == ["compiled"])

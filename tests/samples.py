@@ -33,3 +33,22 @@ def drawn(items: Sequence[Any], fast: int, slow: int = 0) -> list[Any]:
         item = items[place]
         found.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), marks=marks[place]))
     return found
+
+
+def set_aside(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what this run does not draw of tests marked ``sampled(share)``: of each test's cases, or of a group ``of`` tests.
+
+    Two runs of one seed, the fast one and the slow one, have all of them together.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            groups.setdefault(mark.kwargs.get("of", item.nodeid.partition("[")[0]), []).append(item)
+    for name, cases in groups.items() if SEED != "all" else ():
+        (share,) = {item.get_closest_marker("sampled").args[0] for item in cases}  # type: ignore[union-attr]
+        number = max(1, round(share * len(cases)))
+        drawn_now = set(random.Random(f"{SEED} {name}").sample(range(len(cases)), number))
+        for place, item in enumerate(cases):
+            if place not in drawn_now:
+                item.add_marker("slow")

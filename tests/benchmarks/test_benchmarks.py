@@ -28,6 +28,7 @@ def alone() -> dist.ProcessGroup:  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.sampled(1 / 2)
 def test_the_megatron_style_model_is_the_model(alone: dist.ProcessGroup, sequence: bool) -> None:
     torch.manual_seed(0)
     model, batch = gpt.GPT(), gpt.example_batch(2)
@@ -74,6 +75,7 @@ def test_patterns_that_fit_nothing_are_refused(capsys: pytest.CaptureFixture[str
         assert name in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_searches_are_timed_at_any_depth() -> None:
     shallow, deep = search_times.Model("llama3_405b", 2), search_times.Model("llama3_405b", 3)
     times, ratios = search_times.measure([shallow, deep], repetitions=1)

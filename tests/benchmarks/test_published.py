@@ -188,6 +188,7 @@ def moved(cut: Degrees, shape: Shape = SMALL) -> Counter[str]:
     ],
     ids=["gpt", "llama", "scores"],
 )
+@pytest.mark.sampled(1 / 2)
 def test_the_placement_is_megatrons(shape: Shape) -> None:
     assert moved(Degrees(1, False), shape) == {}
     assert moved(Degrees(2, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
@@ -360,6 +361,7 @@ def test_layers_are_divided_as_the_frameworks_do() -> None:
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (3, 2)])
+@pytest.mark.sampled(1 / 2)
 def test_a_pipeline_of_few_microbatches(pp: int, microbatches: int) -> None:
     table = few(pp, microbatches)
     validate_table(table, pp, microbatches)
@@ -383,6 +385,7 @@ def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
 
 
 @pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.sampled(1 / 2)
 def test_llama_405b_on_16384_devices_takes_what_was_published(stages: int) -> None:
     """Table 4 of "The Llama 3 Herd of Models" (arXiv 2407.21783) prints 400 TFLOP/s a device, which is 6.7 s a step; how many stages a
     rank had is not printed. The figures of H100 were fitted to other runs."""

@@ -38,6 +38,7 @@ def test_every_plan_is_in_one_chunk_and_the_first_in_all(count: int) -> None:
 
 
 @pytest.mark.parametrize("name", drawn(list(MODELS), 1, 1))
+@pytest.mark.sampled(1 / 2)
 def test_plans_of_all_kinds_are_predicted_under_names_of_their_own(name: str) -> None:
     _, program = MODELS[name].program()
     priced = predicted(program, Cluster.parse("4xCPU"))

@@ -693,6 +693,7 @@ def test_a_damaged_program_says_which_file(folder: Path, capsys: pytest.CaptureF
         assert f"stage_1.py, line {line}: invalid syntax: def broken(:" in message(capsys, command, "out")
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_weights_of_another_model_are_refused_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,dp_replicate=2", "-o", "out")
     file = folder / "out" / "weights" / "model.safetensors"
@@ -749,6 +750,7 @@ def test_a_dotted_module(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 # ---- run and verify --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "dp_replicate=2", "--batch", "12", "-o", "out", "--no-weights")
     assert not (folder / "out" / "weights").exists()

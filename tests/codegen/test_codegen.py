@@ -87,6 +87,7 @@ def test_a_stage_in_evaluation_counts_no_batches(package) -> None:  # type: igno
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sampled(1 / 3)
 def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
     first, second = _parts(name), _parts(name)
 
@@ -123,6 +124,7 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sampled(1 / 3)
 def test_stage_keys_are_the_models_keys(name: str) -> None:
     model = example_file(name).model
     built = model if isinstance(model, nn.Module) else model()
@@ -142,6 +144,7 @@ def test_stage_keys_are_the_models_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sampled(1 / 3)
 def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
     """A program with another batch size prints the same modules; names carry no counters from the trace."""
     program = example(name)
@@ -185,6 +188,7 @@ def test_as_many_lines_for_48_layers_as_for_12() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "gpt_dropout"])
+@pytest.mark.sampled(1 / 2)
 def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> None:  # type: ignore[no-untyped-def]
     parts = _parts(name, 1)
     module = package(parts)
@@ -203,6 +207,7 @@ def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> No
 
 
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
+@pytest.mark.sampled(1 / 2)
 def test_compiled_blocks_take_any_number_of_examples(name: str, package) -> None:  # type: ignore[no-untyped-def]
     parts = _parts(name, 1)
     blocks = importlib.import_module(f"{package(parts).__name__}.blocks")
@@ -223,6 +228,7 @@ def test_compiled_blocks_take_any_number_of_examples(name: str, package) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
+@pytest.mark.sampled(1 / 2)
 def test_inductor_compiles_each_block_whole(name: str, package) -> None:  # type: ignore[no-untyped-def]
     parts = _parts(name, 1)
     blocks = importlib.import_module(f"{package(parts).__name__}.blocks")

@@ -205,6 +205,7 @@ def test_least_squares_of_a_curve() -> None:
 
 
 @pytest.mark.parametrize("case", list(cases(CPU, quick=True)), ids=lambda case: f"{case.what} {case.shape}")
+@pytest.mark.sampled(1 / 3)
 def test_a_case_does_the_work_that_it_is_fitted_as(case: Case) -> None:
     call = case.make()
     with FlopCounterMode(display=False) as counter:

@@ -251,6 +251,7 @@ def test_reserved_and_allocated_memory_are_two_numbers() -> None:
     assert f"peak {said}" in " ".join(text_of(parts.report).split()) and said in parts.files["report.html"]
 
 
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_a_pinned_plan_that_does_not_fit_warns() -> None:
     program = example("gpt")
     plan = gp.plan(program, small(H100, 2**20), mesh={"pp": 4})

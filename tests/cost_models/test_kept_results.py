@@ -99,6 +99,7 @@ def _kept(parts: gp.Parts, index: int) -> int:
 
 
 @pytest.mark.parametrize(("name", "mesh"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.sampled(1 / 2)
 def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     program, found = example(name), []
     for kind in KINDS:
@@ -121,6 +122,7 @@ def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.sampled(1 / 2)
 def test_operators_are_counted_as_emitted_stages_dispatch_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_shards_are_kept_of_what_is_gathered() -> None:
     assert kept[0] - kept[1] == 8 * 2 * whole * 3 // 4
 
 
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_the_peak_grows_with_the_budget() -> None:
     """Without the host, whose Python around operators of budgets makes these slower than full recomputation in a model this small."""
     program, cluster = example("llama"), Cluster.parse("2xH100")

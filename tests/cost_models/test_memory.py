@@ -184,6 +184,7 @@ def _check(case: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda case: "-".join(filter(None, case)))
+@pytest.mark.sampled(1 / 2)
 def test_what_a_stage_saves(case: tuple[str, str, str]) -> None:
     _check(case)
 
@@ -370,6 +371,7 @@ _STEPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _STEPS, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
+@pytest.mark.sampled(1 / 2)
 def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, pool: RankPool) -> None:
     """The highest sum of live storages on each rank, parameters and inputs aside; buckets come when activations are gone."""
     parts = parts_of(*case)
@@ -408,6 +410,7 @@ def test_more_microbatches_never_take_less(schedule: str, more: int, kept: list[
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet_batchnorm", "mixtral"])
+@pytest.mark.sampled(1 / 2)
 def test_larger_microbatches_never_take_less(name: str) -> None:
     parts, activations = parts_of(name, "pp=2"), activations_of(name, "pp=2")
     for stage in parts.stages:

@@ -202,6 +202,7 @@ def _timeless(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=page_name)
+@pytest.mark.sampled(2 / 3)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(block.text for block in blocks(page) if block.kind == "run"))
@@ -216,6 +217,7 @@ def _generated() -> list[Any]:
 
 
 @pytest.mark.parametrize("block", _generated())
+@pytest.mark.sampled(1 / 2)
 def test_what_is_shown_is_what_is_written_now(block: Block) -> None:
     expected = MAKERS[block.kind](block.argument)
     assert _timeless(block.text) == _timeless(expected), "run: python -m tests.docs.test_docs"
@@ -258,7 +260,7 @@ COMPILED = {
 """Commands that compile a model, each once."""
 
 
-@pytest.mark.parametrize("command", drawn(list(COMPILED), 16, 16))
+@pytest.mark.parametrize("command", drawn(list(COMPILED), 9, 18))
 def test_compile_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in ALL:
@@ -269,6 +271,7 @@ def test_compile_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.
     assert main(COMPILED[command]) == 0
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fresh folder, but for the number of steps, and with a port that is free."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -13,7 +13,7 @@ from graphpar.operators.transitions import ring_messages
 from graphpar.runtime.layout import joined
 from tests import ring_fixture as fixture
 from tests.rank_pool import RankPool
-from tests.ring_fixture import CASES, COMPILED, DEGREES, OPERANDS, ROWS, Case
+from tests.ring_fixture import CASES, DEGREES, OPERANDS, ROWS, Case
 
 Results = list[dict[str, Tensor]]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -64,7 +64,10 @@ def test_it_saves_its_shards_alone(launch: Results, degree: int) -> None:
     assert all(found[f"{degree}/0/saved"] == whole // degree for found in launch[:degree])
 
 
-def test_it_compiles_in_one_graph(launch: Results) -> None:
-    for found in launch[:COMPILED]:
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_compiles_in_one_graph(launch: Results, degree: int, tmp_path: Path, pool: RankPool) -> None:
+    pool.torchrun(Path(fixture.__file__), [str(tmp_path), "compiled"], nproc=degree, timeout_s=120.0)
+    for rank, found in enumerate(launch[:degree]):
+        compiled = load_file(tmp_path / f"rank_{rank}.safetensors")
         for name in ("result", *OPERANDS):
-            torch.testing.assert_close(found[f"compiled/{name}"], found[f"{COMPILED}/0/{name}"])
+            torch.testing.assert_close(compiled[name], found[f"{degree}/0/{name}"])

@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, dict[str, int], bool]] = {
 }
 
 
+@pytest.mark.sampled(1 / 2, of="beside loops by hand")
 def test_it_is_what_ddp_computes(pool: RankPool, tmp_path: Path) -> None:
     x, y = batch()
     for name, (loss, mesh, dp_mean) in CASES.items():

@@ -58,6 +58,7 @@ def _as_by_hand(cases: list[tuple[str, str]], out: Path, pool: RankPool) -> None
             assert max(errors.values()) < 2e-5, (case, errors)
 
 
+@pytest.mark.sampled(1 / 2, of="beside loops by hand")
 def test_as_data_parallelism_by_hand(tmp_path: Path, pool: RankPool) -> None:
     _as_by_hand(SAMPLE, tmp_path, pool)
 
@@ -74,6 +75,7 @@ def _exact(cases: list[tuple[str, str]]) -> None:
         assert max(outcome.max_error.values()) < 1e-5, (case, outcome.max_error)
 
 
+@pytest.mark.sampled(1 / 2, of="beside loops by hand")
 def test_what_ranks_do_not_know_is_exact() -> None:
     _exact([("dropout", "zero 2"), ("norm over examples", "zero 3"), ("norm over examples", "replicas")])
 

@@ -152,6 +152,7 @@ def without_ranks(folder: Path, mesh: str) -> None:
     assert load_file(file).keys() == merged.keys()
 
 
+@pytest.mark.sampled(1 / 2, of="beside loops by hand")
 def test_adapters_train_as_in_peft(tmp_path: Path, pool: RankPool) -> None:
     in_turn("llama", ["tp", "zero-1"], tmp_path, pool)
 

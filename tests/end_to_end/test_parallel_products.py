@@ -39,6 +39,7 @@ def check(each: gp.Parts) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gathered again", "in pieces"])
+@pytest.mark.sampled(1 / 2)
 def test_conv1d_trains_as_the_unpartitioned_model(kind: str) -> None:
     check(parts("gpt2_tiny", 2, kind))
 
@@ -118,6 +119,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(1 / 2)
 def test_faults_are_found(fault: str) -> None:
     program = example("llama")
     made = gp.partition(program, parts("llama", 2, "kept").plan)

@@ -48,7 +48,7 @@ def _verified(program: gp.Program, meshes: list[dict[str, Any]]) -> None:
             assert outcome.native.max_error["loss"] < 2e-2, (each.plan, outcome.native)
 
 
-@pytest.mark.parametrize(("name", "number"), drawn([("t5", 1), ("gpt2", 3), ("mixtral", 5), ("resnet", 0)], 2, 1))
+@pytest.mark.parametrize(("name", "number"), drawn([("t5", 1), ("gpt2", 3), ("mixtral", 5), ("resnet", 0)], 1, 2))
 def test_models_are_exact(name: str, number: int) -> None:
     _verified(architectures.program_of(name, dtype="bf16"), [MESHES[number]])
 

@@ -63,6 +63,7 @@ def sent(folder: Path, rank: int = 0) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["gpt_dropout", "resnet_batchnorm"])
+@pytest.mark.sampled(1 / 2)
 def test_one_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
     """Dropout draws the same masks again, and statistics of BatchNorm are written once."""
     same_bits(run(pool, tmp_path, name, {}, KINDS))
@@ -128,6 +129,7 @@ GATHERED = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "asked"), GATHERED, ids=lambda part: str(part))
+@pytest.mark.sampled(1 / 2, of="collectives of recomputation")
 def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
     program = example(name)
     blocks = [path for block in program.blocks.values() for path in block.instances]
@@ -141,6 +143,7 @@ def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int]
 
 
 @pytest.mark.parametrize("fault", ["self.read_shard().repeat(1, 2, 1)", "self.gather(self.read_shard()).flip(1)"])
+@pytest.mark.sampled(1 / 2)
 def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
     program = example("llama")
     pinned = norms_pinned(program, "S(1)")
@@ -155,6 +158,7 @@ def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
     assert "_proj" in result.worst["gradient"]
 
 
+@pytest.mark.sampled(1 / 2, of="collectives of recomputation")
 def test_collectives_are_kept_or_repeated_as_said(pool: RankPool, tmp_path: Path) -> None:
     kinds: tuple[Recompute, ...] = ("selective", "full", {"transformer.h.0": "full"}, "budget:0.3", "budget:0.9")
     folders = run(pool, tmp_path, "gpt2_tiny", {"tp": 2}, kinds)

@@ -108,6 +108,7 @@ def _goes_on(
         assert values == pytest.approx(expected[step], rel=tolerance), step
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_a_request_to_end_saves_first(
     pool: RankPool, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:

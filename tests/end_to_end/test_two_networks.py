@@ -133,6 +133,7 @@ def test_frozen_networks_stay_as_they_are(name: str, tmp_path: Path, pool: RankP
         agrees(found, mesh, name)
 
 
+@pytest.mark.sampled(1 / 2, of="beside loops by hand")
 def test_two_networks_are_exact_on_two_ranks() -> None:
     """Losses, each gradient, and parameters after steps of SGD with momentum."""
     pairs = [("KTO", "pp"), ("DPO, the reference first", "pp"), ("a wide and deep teacher", "pp"), ("KTO", "tp")]
@@ -189,6 +190,7 @@ def test_a_baseline_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["DPO", "DPO, the reference first"])
+@pytest.mark.sampled(1 / 2)
 def test_networks_alike_are_divided_alike(name: str) -> None:
     for pins in ({**MESHES["pp"]}, {"mesh": {"pp": 4}, **ONE_F}, MESHES["pp x tp, interleaved"]):
         for modules in stages_of(program_of(name), **pins):
@@ -213,6 +215,7 @@ def test_what_has_no_gradient_is_sent_one_way() -> None:
     ("name", "divided", "other"),
     [("a wide and deep teacher", "teacher", "student"), ("a narrow and flat teacher", "student", "teacher")],
 )
+@pytest.mark.sampled(1 / 2)
 def test_the_network_with_more_parts_is_divided(name: str, divided: str, other: str) -> None:
     """As many stages as it has layers; the other one follows by flops, its first layers first."""
     layers = {"teacher": 5, "student": 3} if divided == "teacher" else {"teacher": 2, "student": 4}

@@ -491,6 +491,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(1 / 2)
 def test_blocks_that_the_model_checkpoints_are_recomputed(way: str) -> None:
     program = gp.export(Layers(WAYS[way]), (torch.randn(4, 8),), loss_fn=square)
 
@@ -691,6 +692,7 @@ def test_a_norm_over_the_batch_is_named() -> None:
 
 @pytest.mark.parametrize("loss_fn", [None, square])
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp_replicate"])
+@pytest.mark.sampled(1 / 2)
 def test_a_model_without_parameters_is_planned_and_emitted(
     axis: str, loss_fn: Callable[[Tensor], Tensor] | None
 ) -> None:

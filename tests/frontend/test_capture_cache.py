@@ -87,7 +87,7 @@ def imported() -> bool:
     return any(name.startswith("_graphpar_model_model") for name in sys.modules)
 
 
-@pytest.mark.parametrize("name", drawn(["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"], 2, 2))
+@pytest.mark.parametrize("name", drawn(["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"], 1, 2))
 def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_imports(monkeypatch)
     folders = []
@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, str, Edit, Edit]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(1 / 2)
 def test_what_a_model_depends_on(
     case: str, trace: Callable[..., tuple[Program, CaptureCache]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +277,7 @@ def test_kept_captures_need_no_import(trace: Callable[..., tuple[Program, Captur
         ("import sys; sys.path.append('/elsewhere')", "sys.path"),
     ],
 )
+@pytest.mark.sampled(1 / 2)
 def test_files_that_do_more_than_define_are_imported_each_time(
     before: str,
     why: str,
@@ -383,6 +385,7 @@ def test_late_imports_have_the_random_numbers_of_early_ones(trace: Callable[...,
 @pytest.mark.parametrize(
     "options", [["--mesh", "tp=2", "--check-values"], ["--devices", "2", "--dtype", "bf16", "--batch", "8"]]
 )
+@pytest.mark.sampled(1 / 2)
 def test_commands_write_the_same_with_and_without_a_kept_capture(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

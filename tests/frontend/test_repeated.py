@@ -19,6 +19,7 @@ from graphpar.frontend.repetitions import expand
 from graphpar.ir.program import ModelSource, Program, value_of
 from graphpar.passes.table import run_passes
 
+pytestmark = pytest.mark.sampled(2 / 5, of=__name__)  # of one claim each test is a case
 LAYERS = 8
 COPIED = LAYERS - 3  # all but the first, the example, and the last
 SEEN: list[Any] = []

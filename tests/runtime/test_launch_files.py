@@ -67,6 +67,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     """Two nodes are two torchruns on this machine; their losses are those of one node."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"

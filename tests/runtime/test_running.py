@@ -57,6 +57,7 @@ def gone(pids: list[int], within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("number", sample([signal.SIGTERM, signal.SIGKILL], 1), ids=lambda number: number.name)
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
     program: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -189,6 +190,7 @@ INTERRUPTED = {
     [(name, number) for name in INTERRUPTED for number in sample([signal.SIGTERM, signal.SIGINT], 1)],
     ids=lambda each: getattr(each, "name", each),
 )
+@pytest.mark.sampled(1 / 3)
 def test_an_interrupted_command_says_what_it_leaves(
     program: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
@@ -233,6 +235,7 @@ def test_what_was_written_before_an_interruption_is_named(
     assert capsys.readouterr().err == f"Interrupted; it had written {tmp_path / 'page.html'}.\n"
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_a_rank_that_is_killed_is_named_with_its_signal(
     program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +250,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
     assert re.search(r"According to the plan, its 2 processes need \S+ \wi?B together; this machine has ", message)
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_a_rank_that_raises_shows_its_own_error_once(
     program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

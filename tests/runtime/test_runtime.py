@@ -171,6 +171,7 @@ def test_accumulation_clipping_evaluation_saving_and_inference(
         assert torch.equal(model.get_parameter(name), value)
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_the_training_script_trains(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "my-program.1", stages=2, ranks=[0, 1])
     save_file(fixture.batch(), str(tmp_path / "batch.safetensors"))
@@ -198,6 +199,7 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
     assert not list(program.rglob("__pycache__"))
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
 def test_a_launch_with_another_number_of_ranks_tells_the_user(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "out", stages=2, ranks=[0, 1])
     with pytest.raises(LaunchError, match=r"runs on 2 ranks .* torchrun --nproc-per-node 2 out/train.py") as caught:

@@ -52,6 +52,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Emit:
 
 
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "bert", "gpt_dropout", "mixtral", "unet"])
+@pytest.mark.sampled(1 / 2)
 def test_examples_pass_with_every_operator_checked(name: str, emitted: Emit) -> None:
     result = check_folder(emitted(name, tp=2))
 
@@ -61,6 +62,7 @@ def test_examples_pass_with_every_operator_checked(name: str, emitted: Emit) -> 
 
 
 @pytest.mark.parametrize("name", ["gpt2_tiny", "mixtral"])
+@pytest.mark.sampled(1 / 2)
 def test_stages_replicas_and_tensor_parallelism_together(name: str, emitted: Emit) -> None:
     result = check_folder(emitted(name, pp=2, dp_replicate=2, tp=2))
 
@@ -270,6 +272,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(1 / 2)
 def test_faults_in_the_text_are_found_with_stage_line_and_types(fault: str, tmp_path: Path) -> None:
     edits, message = FAULTS[fault]
 
@@ -402,6 +405,7 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
         *(pytest.param(name, "tp", marks=pytest.mark.slow) for name in ("mixtral", "bert")),
     ],
 )
+@pytest.mark.sampled(1 / 2)
 def test_no_collective_of_an_example_can_be_dropped_or_have_another_gradient(
     name: str, axis: str, emitted: Emit, tmp_path: Path
 ) -> None:
@@ -492,6 +496,7 @@ def _another_dim(name: str) -> Callable[[Program], None]:
         pytest.param("bert", "S(1)", _another_dim("shard"), id="slice of another dim"),
     ],
 )
+@pytest.mark.sampled(1 / 2)
 def test_faults_in_the_graph_are_found(name: str, norms: str, plant: Callable[[Program], Any]) -> None:
     assert _graph_problems(name, norms, plant)
 
@@ -518,6 +523,7 @@ def _whole_offsets(local: Program) -> None:
         pytest.param(_whole_offsets, id="offsets of all experts"),
     ],
 )
+@pytest.mark.sampled(1 / 2)
 def test_faults_in_rows_of_experts_are_found(plant: Callable[[Program], Any]) -> None:
     assert _graph_problems("mixtral", "", plant, "ep")
 

@@ -54,6 +54,7 @@ NORMS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.sampled(1 / 3)
 def test_norms_that_are_written_out(name: str, dtype: torch.dtype) -> None:
     check_idioms(NORMS[name], {"rms_norm": 1}, dtype)
 
@@ -74,6 +75,7 @@ NO_NORMS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", NO_NORMS)
+@pytest.mark.sampled(1 / 2)
 def test_what_is_no_norm_stays(name: str) -> None:
     check_idioms(NO_NORMS[name], {})
 
@@ -114,6 +116,7 @@ NO_LAYER_NORMS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*LAYER_NORMS, *NO_LAYER_NORMS])
+@pytest.mark.sampled(1 / 3)
 def test_layer_norms_that_are_written_out(name: str) -> None:
     function = (LAYER_NORMS | NO_LAYER_NORMS)[name]
     check_idioms(
@@ -141,6 +144,7 @@ NO_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*SOFTMAX, *NO_SOFTMAX])
+@pytest.mark.sampled(1 / 3)
 def test_softmax_that_is_written_out(name: str) -> None:
     function = (SOFTMAX | NO_SOFTMAX)[name]
     check_idioms(lambda x, m: function(x * m.weight).sin(), {"softmax": 1} if name in SOFTMAX else {}, torch.float64)
@@ -176,6 +180,7 @@ NO_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NO_ACTIVATIONS])
+@pytest.mark.sampled(1 / 3)
 def test_activations_that_are_written_out(name: str) -> None:
     function = (ACTIVATIONS | NO_ACTIVATIONS)[name]
     check_idioms(lambda x, m: function(m.weight * x), {"activation": 1} if name in ACTIVATIONS else {})
@@ -219,6 +224,7 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
+@pytest.mark.sampled(1 / 3)
 def test_masks_made_of_constants(name: str) -> None:
     make = (CAUSAL | OTHERS)[name]
 
@@ -271,6 +277,7 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.sampled(1 / 3)
 def test_attention_that_is_written_out(name: str) -> None:
     function, found = BY_HAND[name]
     check_idioms(function, found)
@@ -296,6 +303,7 @@ def test_scores_that_a_mask_repeats_are_no_attention() -> None:
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
+@pytest.mark.sampled(1 / 2)
 def test_a_scale_that_is_not_positive_keeps_its_mask(scale: float) -> None:
     """torch's kernels multiply -inf by the scale of a causal mask."""
 
@@ -448,6 +456,7 @@ _TERMS = {
 @given(
     st.lists(st.sampled_from(sorted(_TERMS)), min_size=1, max_size=3), st.lists(st.booleans(), min_size=2, max_size=2)
 )
+@pytest.mark.sampled(1 / 2, of="programs that are drawn")
 def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bool]) -> None:
     def mask(column: Tensor, row: Tensor) -> Tensor:
         made = _TERMS[terms[0]](column, row)

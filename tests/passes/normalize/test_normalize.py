@@ -141,6 +141,7 @@ INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", INPLACE)
+@pytest.mark.sampled(1 / 3)
 def test_inplace_writes(name: str) -> None:
     program = assert_exact(case(lambda _, h: INPLACE[name](h * 1)), [1, 3])
 
@@ -197,6 +198,7 @@ WRITES: list[Callable[[Tensor, Tensor], Tensor]] = [
         max_size=5,
     )
 )
+@pytest.mark.sampled(1 / 2, of="programs that are drawn")
 def test_random_programs_of_views_and_writes(steps: list[tuple[int, list[int], int]]) -> None:
     def function(_: Layered, h: Tensor) -> Tensor:
         base = h.clone()  # not the batch's business here: the batch is an outer loop that nothing below touches
@@ -316,6 +318,7 @@ REGIONS: dict[str, tuple[Function, float]] = {
 
 
 @pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.sampled(1 / 3)
 def test_regions(name: str) -> None:
     function, tolerance = REGIONS[name]
 
@@ -351,6 +354,7 @@ UNDER_AUTOCAST: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@pytest.mark.sampled(1 / 3)
 def test_autocast_computes_in_the_dtypes_of_torch(name: str) -> None:
     def function(model: Layered, h: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

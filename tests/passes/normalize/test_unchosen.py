@@ -79,7 +79,7 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", drawn(list(EXACT), 14, 10))
+@pytest.mark.parametrize("name", drawn(list(EXACT), 7, 10))
 def test_losses_of_chosen_rows(name: str) -> None:
     x, loss_fn, targets = EXACT[name]
 

@@ -183,6 +183,7 @@ def program_of(model: nn.Module, rows: int = 2) -> gp.Program:
     ],
     ids=str,
 )
+@pytest.mark.sampled(1 / 3)
 def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp_path: Path) -> None:
     model = writer(**options)
     gp.partition(program_of(model), gp.plan(program_of(model))).save(tmp_path / "out")
@@ -255,12 +256,14 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
     ],
     ids=str,
 )
+@pytest.mark.sampled(1 / 3)
 def test_models_whose_positions_depend_on_each_other_are_refused(options: dict[str, str], reason: str) -> None:
     with pytest.raises(GraphparError, match=reason):
         program_of(writer(**options))
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "vit", "resnet"])
+@pytest.mark.sampled(1 / 2)
 def test_models_of_other_kinds_are_refused(name: str) -> None:
     file = example_file(name)
     with pytest.raises(GraphparError, match="can't generate"):

@@ -28,7 +28,7 @@ from tests.every_plan import EveryPlan, Way
 from tests.passes.planning.test_never_worse import faster
 from tests.passes.planning.test_planner import program_of, small
 from tests.plan_prices import StepPrices, in_all
-from tests.samples import drawn, sample
+from tests.samples import drawn
 
 WIDTH, LENGTH = 32, 16
 
@@ -194,7 +194,7 @@ def check_best(case: Case) -> None:
         assert seconds == pytest.approx(best.step_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", sample(random.Random(3).sample(CASES, 14), 7), ids=str)
+@pytest.mark.parametrize("case", drawn(random.Random(3).sample(CASES, 14), 2, 5), ids=str)
 def test_the_best_of_every_plan(case: Case) -> None:
     check_best(case)
 
@@ -216,6 +216,7 @@ def test_the_best_of_every_plan_of_more_cases(part: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(1 / 4)
 def test_whole_choices_of_recomputation_are_near_the_best(case: Case) -> None:
     """The cheapest savings first, and then other choices of a unit or two: at most 3 % above the best of all choices and stages."""
     assert case.room is not None
@@ -231,7 +232,7 @@ def candidate_of(way: Way) -> Candidate:
     )
 
 
-@pytest.mark.parametrize("name", drawn(list(PROGRAMS), 3, 2))
+@pytest.mark.parametrize("name", drawn(list(PROGRAMS), 1, 3))
 def test_there_are_no_other_plans(name: str) -> None:
     """The candidates of a search are those that are enumerated anew, with every pin."""
     counted = 0
@@ -249,6 +250,7 @@ def test_there_are_no_other_plans(name: str) -> None:
     assert counted > 250
 
 
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_prices_are_those_of_a_second_writing() -> None:
     """Steps and peaks of plans with any stages, each unit with any recomputation."""
     rng, checked = random.Random(0), 0
@@ -282,6 +284,7 @@ def test_prices_are_those_of_a_second_writing() -> None:
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("equal", (1, 4)), ("experts", (1, 2)), ("two rows", (1, 4))])
+@pytest.mark.sampled(1 / 3)
 def test_the_front_of_all_plans(name: str, nodes: tuple[int, int]) -> None:
     """Of the plans that the search prices those that no other one beats in time and bytes, nothing being recomputed."""
     case = Case(name, nodes, {}, {"recompute": "none"})
@@ -303,6 +306,7 @@ def test_the_front_of_all_plans(name: str, nodes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 1, "dp_replicate": 1, "tp": 2}, {"pp": 2}])
+@pytest.mark.sampled(1 / 2)
 def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
     """For every run of units and every room: the search's bound is below the fastest choice that fits, and touches it somewhere."""
     case = Case("tapered", (1, 2), mesh, {"schedule": "1F1B"} if mesh["pp"] > 1 else {})
@@ -330,6 +334,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("slow", [1, 1e-5])
 @pytest.mark.parametrize(("name", "nodes"), [("equal", (1, 4)), ("two rows", (1, 8)), ("experts", (1, 4))])
+@pytest.mark.sampled(1 / 3)
 def test_a_smaller_degree_bounds_a_larger_one(name: str, nodes: tuple[int, int], slow: float) -> None:
     planner = Case(name, nodes, {}, {"recompute": "none"}, slow=slow).planner(1e12)
     wide = [each for each in planner.bounded(all_degrees=True)[0] if each.mesh.tp > 1]
@@ -341,6 +346,7 @@ def test_a_smaller_degree_bounds_a_larger_one(name: str, nodes: tuple[int, int],
 
 
 @pytest.mark.parametrize(("name", "slow"), [("equal", 1), ("head", 1e-3), ("equal", 1e-6)])
+@pytest.mark.sampled(1 / 3)
 def test_samples_that_are_wrong_leave_no_degree_out(name: str, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they take every degree for useless, the plan is the same, since those that may be faster are searched."""
     case = Case(name, (1, 4), {}, {"recompute": "none"}, slow=slow)

@@ -52,6 +52,7 @@ CASES = list(itertools.product(MODELS, CLUSTERS))
 
 
 @pytest.mark.parametrize(("name", "nodes"), sample(random.Random(5).sample(CASES, 3), 1))
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
     most = peak(name, Cluster.of(small(), *nodes))
     results = [found(name, Cluster.of(small(share * most), *nodes)) for share in (0.35, 0.6, 0.9, 1.2)]
@@ -69,6 +70,7 @@ def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
         3,
     ),
 )
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_faster_links(name: str, nodes: tuple[int, int], which: str) -> None:
     """With the same placements of tensors, those of the slowest links. They are chosen at prices of single operators, which differ a little
     from those of steps, so faster links of their own may have placements that take a little longer."""
@@ -97,6 +99,7 @@ PINS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "nodes"), sample(random.Random(7).sample(CASES, 3), 1))
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_fewer_pins(name: str, nodes: tuple[int, int]) -> None:
     cluster = Cluster.of(small(), *nodes)
     tight = replace(cluster, device=small(0.6 * peak(name, cluster)))

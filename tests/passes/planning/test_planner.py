@@ -138,7 +138,7 @@ def _best_cut(pricing: Pricing, stages: int, rows: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    drawn([("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2), ("mixtral", 2)], 3, 2),
+    drawn([("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2), ("mixtral", 2)], 2, 2),
 )
 def test_the_plan_of_brute_force(name: str, devices: int) -> None:
     planner = planner_of(name, Cluster.of(small(), 1, devices))
@@ -159,7 +159,7 @@ def _slowest_stage(priced: Priced) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "launch"), drawn(list(itertools.product(["uneven", "gpt", "unet"], [1e-7, 2e-5])), 3, 2)
+    ("name", "launch"), drawn(list(itertools.product(["uneven", "gpt", "unet"], [1e-7, 2e-5])), 2, 2)
 )
 def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) -> None:
     planner = planner_of(name, Cluster.of(small(launch=launch), 2, 2))
@@ -172,6 +172,7 @@ def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) 
 
 
 @pytest.mark.parametrize("device", [small(), DEVICES["CPU"]], ids=["slow", "CPU"])
+@pytest.mark.sampled(1 / 2)
 def test_bounds_are_below_the_price(device: Device) -> None:
     planner = planner_of("uneven", Cluster.of(device, 1, 4))
     candidates, _ = planner.bounded()
@@ -186,6 +187,7 @@ def test_bounds_are_below_the_price(device: Device) -> None:
 
 
 @pytest.mark.parametrize(("batch", "cps"), [(8, {1}), (2, {1, 2}), (1, {1, 2, 4})])
+@pytest.mark.sampled(1 / 2)
 def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: int, cps: set[int]) -> None:
     planner = planner_of("gpt", Cluster.of(small(), 1, 4), global_batch=batch)
 
@@ -198,6 +200,7 @@ def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: in
 @pytest.mark.parametrize(
     ("name", "axis"), [("mixtral", "cp"), ("mixtral", "ep"), ("mixtral", "tp"), ("gpt", "cp"), ("gpt", "tp")]
 )
+@pytest.mark.sampled(1 / 2)
 def test_ranks_do_at_least_the_work_of_one_device_together(name: str, axis: str) -> None:
     planner = planner_of(name, Cluster.of(small(), 1, 4))
 
@@ -256,7 +259,7 @@ def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]
 
 @pytest.mark.parametrize(
     ("mesh", "share"),
-    drawn(list(itertools.product([{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}], [0.2, 0.5, 0.9])), 4, 2),
+    drawn(list(itertools.product([{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}], [0.2, 0.5, 0.9])), 2, 3),
 )
 def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: float) -> None:
     """Against every choice of every block: the bound is below all that fit, and the plan at most 3 % above the best of them."""
@@ -346,6 +349,7 @@ def test_the_gap_is_that_to_the_lowest_bound() -> None:
 
 @given(st.lists(st.floats(2e6, 4e7), min_size=2, max_size=4))
 @settings(max_examples=6, deadline=None)
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None:
     times = []
     for memory in sorted(sizes):
@@ -395,6 +399,7 @@ def test_pins_that_are_not_possible(pins: dict[str, Any], message: str) -> None:
         gp.plan(program_of("gpt"), 4, **pins)
 
 
+@pytest.mark.sampled(1 / 2, of="long searches")
 def test_examples_that_depend_on_each_other_are_one_microbatch_of_all_replicas() -> None:
     plan = gp.plan(program_of("resnet_batchnorm"), 4)
     assert plan.microbatches == 1 and plan.found is not None

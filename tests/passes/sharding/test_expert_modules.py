@@ -155,11 +155,13 @@ def found(program: Program) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mixture", [Positions, TokenFirst, Written, Weighed, Stacked])
+@pytest.mark.sampled(1 / 3)
 def test_loops_over_experts_are_found_by_their_structure(mixture: type[Mixture]) -> None:
     assert found(exported(mixture)) == {"experts": EXPERTS}
 
 
 @pytest.mark.parametrize(("mixture", "warned"), [(Positions, True), (Written, True), (Weighed, False)])
+@pytest.mark.sampled(1 / 3)
 def test_products_of_all_rows_are_warned_of(mixture: type[Mixture], warned: bool) -> None:
     lines = [line for line in exported(mixture).warnings if "of rows that a mask chooses" in line]
     assert len(lines) == warned
@@ -171,6 +173,7 @@ def test_experts_of_one_layer_which_are_blocks_themselves_are_found() -> None:
 
 
 @pytest.mark.parametrize("mixture", [Branches, Chain])
+@pytest.mark.sampled(1 / 3)
 def test_modules_that_no_router_weighs_side_by_side_are_no_experts(mixture: type[Mixture]) -> None:
     assert found(exported(mixture)) == {}
 
@@ -191,6 +194,7 @@ def test_ep_divides_each_expert_by_its_features_and_nothing_else() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mixture", [Positions, TokenFirst, Written, Weighed, Stacked])
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.sampled(1 / 3)
 def test_programs_are_the_model(mixture: type[Mixture], layers: int) -> None:
     program = exported(mixture, layers)
     meshes = ({"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2}, {"dp_replicate": 2, "ep": 2}, {"dp_shard": 2, "tp": 2})

@@ -262,6 +262,7 @@ def test_rows_of_experts_cross_no_stage_boundary(sorted_experts: Program) -> Non
         ({"tp": 2}, None, "S(1:128)@tp"),
     ],
 )
+@pytest.mark.sampled(1 / 2)
 def test_styles_say_what_experts_are_cut_over(mesh: dict[str, int], style: str | None, expected: str) -> None:
     shard_plan = {"model.layers.*.mlp.experts": style} if style else None
     plan = gp.plan(example("mixtral"), mesh=mesh, shard_plan=shard_plan)
@@ -337,6 +338,7 @@ def test_public_architectures_with_experts_are_exact() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["ep=2", "tp=2"])
+@pytest.mark.sampled(1 / 2)
 def test_a_module_with_several_results_of_an_operator_is_explained(
     mesh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -292,6 +292,7 @@ class Drawn(nn.Module):
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([{"tp": 2}, {"tp": 4}, {"cp": 2}]), st.sampled_from([2, 4096]))
+@pytest.mark.sampled(1 / 2, of="programs that are drawn")
 def test_drawn_models_are_solved_exactly(seed: int, degrees: dict[str, int], rows: int) -> None:
     model = Drawn(seed)
     assume(model(torch.zeros(1, 2, WIDTH)).requires_grad)  # else there is nothing to train

@@ -1,0 +1,51 @@
+"""What a run draws and what it leaves to the slow one are all the cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import samples
+
+
+class Item:
+    """A test, or one case of it."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
+        self.nodeid, self.marks = nodeid, {each.name: each.mark for each in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.marks[name] = getattr(pytest.mark, name).mark
+
+
+def run(seed: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """The names of the fast tests, and of the slow ones."""
+    items: list[Any] = [
+        *(Item(f"a.py::cases[{number}]", pytest.mark.sampled(1 / 3)) for number in range(6)),
+        Item("a.py::cases[slow]", pytest.mark.sampled(1 / 3), pytest.mark.slow),
+        *(Item(f"{file}.py::one", pytest.mark.sampled(1 / 2, of="long ones")) for file in "abcd"),
+        Item("a.py::only", pytest.mark.sampled(1 / 3)),
+        Item("a.py::other"),
+    ]
+    monkeypatch.setattr(samples, "SEED", seed)
+    samples.set_aside(items)
+    slow = [item.nodeid for item in items if "slow" in item.marks]
+    return [item.nodeid for item in items if item.nodeid not in slow], slow
+
+
+def test_a_share_of_cases_and_of_groups_is_drawn_and_the_rest_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = run("a seed", monkeypatch)
+
+    assert {"a.py::only", "a.py::other"} <= set(fast) and "a.py::cases[slow]" in slow
+    assert sum("cases" in name for name in fast) == 2 and sum("one" in name for name in fast) == 2
+    assert len(fast) + len(slow) == 13
+    assert run("a seed", monkeypatch) == (fast, slow)
+
+
+def test_other_runs_draw_others_and_all_of_them_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({tuple(run(str(seed), monkeypatch)[0]) for seed in range(20)}) > 10
+    assert run("all", monkeypatch)[1] == ["a.py::cases[slow]"]
