@@ -43,6 +43,7 @@ from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.runtime.axes import DROPOUTS
+from graphpar.runtime.modes import GENERATE
 from graphpar.schedules.table import load_table
 from graphpar.text import bytes_text
 
@@ -168,6 +169,11 @@ def _request(options: argparse.Namespace) -> _Request:
         _check_beside_plan(options)
         given = replace(given, compile=given.compile or options.compile)
         check_alone(given)
+    if options.run and _traced_as(options, given)[1] == GENERATE:
+        raise GraphparError(
+            "--run trains or infers, and a program that generates needs prompts: leave --run out, then graphpar run OUT --prompt TEXT or "
+            "--tokens IDS."
+        )
     wanted = _wanted(options)
     ask(**wanted)  # before the model file is imported, which may take long too
     if options.out is not None:
