@@ -471,6 +471,10 @@ def test_a_class_without_arguments_is_a_factory(folder: Path, capsys: pytest.Cap
     assert (folder / "model-1dev" / "weights" / "model.safetensors").is_file()
 
 
+def test_what_generates_is_not_run_without_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs prompts: leave --run out" in message(capsys, "compile", GPT, "--mode", "generate", "--run")
+
+
 def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.py").write_text(LINEAR)
     assert "Did you mean 'model.py'?" in message(capsys, "compile", "modle.py")
