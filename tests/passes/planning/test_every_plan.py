@@ -351,7 +351,9 @@ def test_samples_that_are_wrong_leave_no_degree_out(name: str, slow: float, monk
     """Where they take every degree for useless, the plan is the same, since those that may be faster are searched."""
     case = Case(name, (1, 4), {}, {"recompute": "none"}, slow=slow)
     whole = case.planner(1e12).search()
-    monkeypatch.setattr(Planner, "_useless_degrees", lambda self, candidates: {(1, 1): {2, 4}})
+    monkeypatch.setattr(Planner, "_useless_degrees", lambda self, candidates: {(1, 1, 1): {2, 4}})
+    planner = case.planner(1e12)
+    assert len(planner.bounded()[0]) < len(planner.bounded(all_degrees=True)[0])
     found = case.planner(1e12).search()
     assert whole.best is not None and found.best is not None
     assert found.best.candidate == whole.best.candidate
