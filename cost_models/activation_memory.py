@@ -208,9 +208,12 @@ class _LongestSequences:
         self.position = program.inputs[0].shape[1] - widest_window(program)
         self.last = True
 
-    def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return views that have the shape of all keys and values so far."""
-        every = self.position + key.size(-2)
+    def append(
+        self, key: Tensor, value: Tensor, length: int, sliding_window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return views that have the shape of all keys and values that the window sees."""
+        before = self.position if sliding_window is None else min(self.position, sliding_window - 1)
+        every = before + key.size(-2)
         return tuple(part.narrow(-2, 0, 1).expand(*part.shape[:-2], every, part.size(-1)) for part in (key, value))  # type: ignore[return-value]
 
 
