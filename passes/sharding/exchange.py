@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of
+from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of, where
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.placement import Context, operands_of, results_of
 from graphpar.operators.record import Kind
@@ -99,6 +99,12 @@ def check_experts(program: Program, degree: int) -> None:
             f"Mesh {AXIS}={degree}: the experts {lists[0]} of {program.name} are modules of their own, so their weights are not parts of "
             "one parameter that ranks could share, and each computes all tokens, so that no rows could be sent; use ep or tp, which divide "
             "each expert by its features, dp_shard, which stores them in shards, or stacked weights and grouped_mm."
+        )
+    products = [node for _, graph in _scopes(program) for node in graph.nodes if record_of(node).kind is Kind.GROUPED]
+    if not found and products:
+        raise GraphparError(
+            f"Mesh {AXIS}={degree}: {program.name} computes the weights of its experts{where(products[0])} before they multiply rows, as "
+            "adapters on stacked experts are added to them, and only parameters can be shared out; use ep, or merge the adapters."
         )
     if not found:
         raise GraphparError(

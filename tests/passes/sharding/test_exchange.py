@@ -98,6 +98,22 @@ def test_rows_in_the_root_of_a_program_travel_and_experts_without_any_have_zero_
     assert gp.verify(parts).ok
 
 
+class AdaptedExperts(SortedExperts):
+    """What multiplies rows is no parameter."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows, offs = x.flatten(0, 1), torch.arange(1, 5, dtype=torch.int32) * x.shape[0]
+        hidden = torch.ops.transformers.grouped_mm_fallback(rows, self.up + self.down.mT, offs)
+        return F.mse_loss(hidden.sum(-1).view(*x.shape[:2], 1) + 0 * target, target)
+
+
+def test_experts_whose_weights_are_computed_are_refused_with_their_line() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    program = gp.export(AdaptedExperts(), (), {"x": torch.randn(8, 4, 16), "target": torch.randn(8, 4, 16)})
+    with pytest.raises(gp.GraphparError, match=r"computes the weights of its experts \(test_exchange.py:\d+\)"):
+        gp.plan(program, mesh={"dp_expert": 2})
+
+
 @pytest.mark.parametrize(
     ("mesh", "pins", "shares"),
     [({"dp_expert": 2}, None, 1), ({"dp_expert": 4}, None, 1), ({"dp_expert": 2, "tp": 2}, WHOLE, 2)],
