@@ -27,8 +27,8 @@ from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.step_costs import UnitSeconds
-from graphpar.cost_models.workload import Attention, Collective, Phase, Work
-from graphpar.cost_models.workload import Row as WorkRow
+from graphpar.cost_models.work import Attention, Collective, Phase, Work
+from graphpar.cost_models.work import Row as WorkRow
 from graphpar.ir.mesh import Mesh
 from graphpar.operators.contractions import Size
 

@@ -20,8 +20,8 @@ from benchmarks.published_kernels import LOSSES
 from benchmarks.published_models import GPT, Shape
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Bytes, Unit, UnitClass
-from graphpar.cost_models.workload import Phase, Product, Traffic, Work
-from graphpar.cost_models.workload import Row as WorkRow
+from graphpar.cost_models.work import Phase, Product, Traffic, Work
+from graphpar.cost_models.work import Row as WorkRow
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
 from graphpar.ir.mesh import Mesh

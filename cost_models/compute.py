@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.pipeline_units import Repeated
-from graphpar.cost_models.workload import (
+from graphpar.cost_models.work import (
     ATTENTION_BACKWARD,
     Attention,
     Collective,

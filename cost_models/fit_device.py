@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.measure import DTYPES, STAGES, Row, Small
-from graphpar.cost_models.workload import Attention, Phase, Product, Size, Traffic, Work
+from graphpar.cost_models.work import Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Device, Link

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
-from graphpar.cost_models.workload import Collective, Phase, Row, Size, Traffic, Work
+from graphpar.cost_models.work import Collective, Phase, Row, Size, Traffic, Work
 
 
 def halved(units: Sequence[Unit]) -> list[Unit]:

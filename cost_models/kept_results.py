@@ -26,7 +26,8 @@ from graphpar.cost_models.activation_memory import Activations, Forward
 from graphpar.cost_models.execution import share_of
 from graphpar.cost_models.repeated_work import after_last
 from graphpar.cost_models.storage_tracker import storage_of
-from graphpar.cost_models.workload import Collective, Phase, Traffic, Work, Works
+from graphpar.cost_models.work import Collective, Phase, Traffic, Work
+from graphpar.cost_models.workload import Works
 from graphpar.emitted.collectives import watchers
 from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from graphpar.cost_models.workload import Size, Work
+from graphpar.cost_models.work import Size, Work
 from graphpar.ir.split_points import SplitAt
 from graphpar.ir.stage import Stage
 

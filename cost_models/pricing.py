@@ -33,7 +33,7 @@ from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import UnitBytes
-from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Work
+from graphpar.cost_models.work import Attention, Collective, Phase, Product, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from graphpar.cost_models.workload import Phase, Work, Works
+from graphpar.cost_models.work import Phase, Work
+from graphpar.cost_models.workload import Works
 from graphpar.ir.program import Block, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.contractions import ONE, matrices

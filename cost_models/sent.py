@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.workload import Collective, Phase, Works
+from graphpar.cost_models.work import Collective, Phase
+from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program, operator_name

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from graphpar.cost_models.compute import Compute, PhaseSeconds
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.step_costs import StageSeconds, UnitSeconds, summed_by_axis
-from graphpar.cost_models.workload import Phase
+from graphpar.cost_models.work import Phase
 
 Array = NDArray[np.float64]
 HOST_LINK = "host link"

@@ -2,146 +2,30 @@
 
     lowered graph ──walk──► rows: phase, kind, sizes as c * b^p ──► Work ──at a microbatch size──► compute.seconds, Network.seconds
 
-A row belongs to one phase: the forward, the input half or the weight half of the backward (which some schedules run separately).
-Sizes are products of numbers and of the batch, so one table serves every microbatch size.
-
 The backward of products, attention, embeddings and collectives is known; any other reads the gradients of its results and its inputs,
 and writes the gradients of its inputs.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
 
-import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
 from graphpar.cost_models.flops import cache_length, cached_bytes
 from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
+from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
+from graphpar.cost_models.written_attention import is_written_out, written_out
 from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
-from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.parallel_products import ENTERING, in_order, joined_products_of, ring_products_of
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import FUNCTIONS, ring_messages
-
-
-class Phase(IntEnum):
-    """When a row runs: in F, in the input half I of a backward, or in its weight half W."""
-
-    FORWARD = 0
-    INPUT = 1
-    WEIGHT = 2
-
-
-class Product(NamedTuple):
-    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element."""
-
-    phase: Phase
-    matrices: Size
-    m: Size
-    n: Size
-    k: Size
-    itemsize: int
-
-
-class Attention(NamedTuple):
-    """Fused attention of ``heads`` (over the batch) query rows over key rows of ``width`` (mean of keys' and values')."""
-
-    phase: Phase
-    heads: Size
-    queries: Size
-    keys: Size
-    width: float
-    causal: bool
-    itemsize: int
-
-
-class Traffic(NamedTuple):
-    """A memory-bound kernel: bytes read and written. ``functions``: it also computes exponentials or sums of rows."""
-
-    phase: Phase
-    nbytes: Size
-    functions: bool = False
-
-
-class Collective(NamedTuple):
-    """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis, or of the message of a send.
-
-    ``beside``: the rank computes these at the same time, if its device can; those of another phase only where one function runs both, as
-    where a backward is not split in two.
-    """
-
-    phase: Phase
-    axis: str
-    kind: str
-    nbytes: Size
-    beside: tuple[Attention | Product, ...] = ()
-
-
-Row = Product | Attention | Traffic | Collective
-
-
-@dataclass(frozen=True)
-class Work:
-    """Rows of work, with how often each runs."""
-
-    rows: Mapping[Row, int] = field(default_factory=dict)
-
-    def __add__(self, other: Work) -> Work:
-        return Work(dict(Counter(self.rows) + Counter(other.rows)))
-
-    @property
-    def operators(self) -> tuple[int, int, int]:
-        """The number of operators of each phase."""
-        found = Counter[Phase]()
-        for row, times in self.rows.items():
-            found[row.phase] += times
-        return found[Phase.FORWARD], found[Phase.INPUT], found[Phase.WEIGHT]
-
-    def flops(self, batch: int, phases: Sequence[Phase] = tuple(Phase)) -> float:
-        """Return the flops of products and attention."""
-        return sum(_flops(row).at(batch) * times for row, times in self.rows.items() if row.phase in phases)
-
-    def formula(self, batch: sympy.Symbol) -> dict[str, sympy.Expr]:
-        """Return flops of products, bytes of memory-bound kernels and bytes of collectives by axis, as polynomials in the batch."""
-        found: dict[str, sympy.Expr] = defaultdict(lambda: sympy.Integer(0))
-        for row, times in self.rows.items():
-            if isinstance(row, Product | Attention):
-                found["flops"] += times * _symbolic(_flops(row), batch)
-            else:
-                name = "memory bytes" if isinstance(row, Traffic) else f"{row.axis} bytes"
-                found[name] += times * _symbolic(row.nbytes, batch)
-        return {name: sympy.expand(value) for name, value in found.items()}
-
-
-def _symbolic(size: Size, batch: sympy.Symbol) -> sympy.Expr:
-    return sympy.nsimplify(size.number) * batch**size.power
-
-
-ATTENTION_BACKWARD = 2.5
-"""The flops of a fused attention's backward over its forward's: five products (scores again, four gradients) for two."""
-
-
-def _flops(row: Row) -> Size:
-    if isinstance(row, Product):
-        return 2.0 * product_of((row.matrices, row.m, row.n, row.k))
-    if isinstance(row, Attention):
-        times = 4.0 * row.width * (0.5 if row.causal else 1.0)
-        times *= 1.0 if row.phase is Phase.FORWARD else ATTENTION_BACKWARD
-        return times * product_of((row.heads, row.queries, row.keys))
-    return Size(0.0)
-
-
-# ---- walking a program -----------------------------------------------------------------------------------------
 
 
 class Works:
@@ -388,7 +272,6 @@ class _Walk:
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
-        from graphpar.cost_models.written_attention import is_written_out, written_out  # made of rows
 
         row = attention_of(node)
         if operator_name(node) == "ring_attention":

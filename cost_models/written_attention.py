@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from graphpar.cost_models.workload import Attention, Phase, Product, Row, Traffic
+from graphpar.cost_models.work import Attention, Phase, Product, Row, Traffic
 from graphpar.ir.program import operator_name
 from graphpar.operators.contractions import product_of
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Held, Unit
-from graphpar.cost_models.workload import Collective, Product, Work
+from graphpar.cost_models.work import Collective, Product, Work
 from graphpar.ir.mesh import Mesh
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.table import Action

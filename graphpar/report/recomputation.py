@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def recomputation_data(compilation: Compilation) -> list[dict[str, Any]]:
     """Return for each class of blocks and each kind how many there are, and what one of them sends again for a microbatch."""
     from graphpar.cost_models.repeated_work import repeated_in
-    from graphpar.cost_models.workload import Collective, Works
+    from graphpar.cost_models.work import Collective
+    from graphpar.cost_models.workload import Works
 
     local, plan = compilation.sharded.local, compilation.plan
     works = Works(local, plan.mesh.degrees())

@@ -16,7 +16,7 @@ import sympy  # type: ignore[import-untyped]
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.pipeline_units import JoinedUnits, Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.cost_models.workload import Work
+from graphpar.cost_models.work import Work
 
 B, S = sympy.Symbol("b", positive=True), sympy.Symbol("s", positive=True)
 KEPT = "kept bytes"

@@ -19,7 +19,8 @@ from graphpar.cost_models.kept_results import Recomputations
 from graphpar.cost_models.offloaded_units import offloaded
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
-from graphpar.cost_models.workload import Size, Works
+from graphpar.cost_models.work import Size
+from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation

@@ -32,7 +32,7 @@ from benchmarks.published_programs import (
 from benchmarks.published_rows import Row, Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
 from benchmarks.published_sources import SOURCES, held_out
-from graphpar.cost_models.workload import Collective, Phase, Product, Traffic, Work
+from graphpar.cost_models.work import Collective, Phase, Product, Traffic, Work
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
 from graphpar.schedules.registry import action_table

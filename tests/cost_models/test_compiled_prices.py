@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import graphpar as gp
-from graphpar.cost_models.workload import Phase, Traffic, Work, Works
+from graphpar.cost_models.work import Phase, Traffic, Work
+from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.passes.planning.planning import pricing_of
 from tests.programs import example

@@ -14,7 +14,7 @@ from torch import nn
 import graphpar as gp
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.step_costs import StageSeconds
-from graphpar.cost_models.workload import Collective, Phase, Product
+from graphpar.cost_models.work import Collective, Phase, Product
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Link
 from graphpar.ir.plan import Plan

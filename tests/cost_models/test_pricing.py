@@ -24,7 +24,8 @@ from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.step_costs import StageSeconds
 from graphpar.cost_models.unit_bytes import RunBytes
-from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
+from graphpar.cost_models.work import Attention, Collective, Phase, Product, Size, Traffic, Work
+from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device

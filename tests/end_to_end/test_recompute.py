@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.workload import Collective
+from graphpar.cost_models.work import Collective
 from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks

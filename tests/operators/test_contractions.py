@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar as gp
 from graphpar.cost_models.flops import node_flops
-from graphpar.cost_models.workload import Phase, Product, Works
+from graphpar.cost_models.work import Phase, Product
+from graphpar.cost_models.workload import Works
 from graphpar.operators.table import record_of
 
 PRODUCTS = {

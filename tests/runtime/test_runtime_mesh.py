@@ -62,7 +62,7 @@ def train(model: torch.nn.Module, batch: dict[str, Tensor], keys: bool) -> Refer
 
 def compared(reference: Reference, result: JobResult, program: Path) -> Verification:
     manifest = load_manifest(program)
-    plan: Any = SimpleNamespace(mesh=Mesh(**manifest.mesh), mode="train")
+    plan: Any = SimpleNamespace(mesh=Mesh(**manifest.mesh), mode="train", dropout="exact")
     return compare(reference, result, plan, STEPS, manifest)
 
 

@@ -290,13 +290,14 @@ def test_a_generation_config_is_followed_or_refused() -> None:
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=[3, 4])
     program = gp.export(model, kwargs=ids, mode="generate")
     assert program.generation == {"do_sample": True, "temperature": 0.7, "top_k": 50, "eos_token_id": [3, 4]}
-    with start() as ranks, tempfile.TemporaryDirectory() as folder:
-        model.generation_config = GenerationConfig(eos_token_id=99, max_new_tokens=3)  # no token of the model
-        program = gp.export(model, kwargs=ids, mode="generate")
+    model.generation_config = GenerationConfig(eos_token_id=99, max_new_tokens=3)  # no token of the model
+    program = gp.export(model, kwargs=ids, mode="generate")
+    with tempfile.TemporaryDirectory() as folder:
         gp.partition(program, gp.plan(program)).save(f"{folder}/out", weights=model.state_dict())
-        with Pipeline(f"{folder}/out", ranks.device) as pipeline:
+        with start() as ranks, Pipeline(f"{folder}/out", ranks.device) as pipeline:
             pipeline.load_weights()
-            assert len(pipeline.generate([[1, 2]])[0]) == 3
+            found = pipeline.generate([[1, 2]])
+    assert len(found[0]) == 3
     model.generation_config = GenerationConfig(num_beams=4)
     with pytest.raises(GraphparError, match="num_beams=4"):
         gp.export(model, kwargs=ids, mode="generate")

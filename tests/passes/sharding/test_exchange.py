@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import graphpar as gp
-from graphpar.cost_models.workload import Phase, Works
+from graphpar.cost_models.work import Phase
+from graphpar.cost_models.workload import Works
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
