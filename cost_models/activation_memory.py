@@ -211,10 +211,18 @@ class _LongestSequences:
     def append(
         self, key: Tensor, value: Tensor, length: int, sliding_window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return views that have the shape of all keys and values that the window sees."""
-        before = self.position if sliding_window is None else min(self.position, sliding_window - 1)
-        every = before + key.size(-2)
-        return tuple(part.narrow(-2, 0, 1).expand(*part.shape[:-2], every, part.size(-1)) for part in (key, value))  # type: ignore[return-value]
+        """Return what has the shape of all keys and values that the window sees: views of the cache, or copies where it goes around."""
+        rows, room = key.size(-2), length if sliding_window is None else min(length, sliding_window)
+        before = min(self.position, room - 1)
+        around = rows > 1 and self.position + rows > room
+        seen = []
+        for part in (key, value):
+            one = part.narrow(-2, 0, 1)
+            if around:
+                seen.append(torch.cat((one.expand(*part.shape[:-2], before, part.size(-1)), part), -2))
+            else:
+                seen.append(one.expand(*part.shape[:-2], before + rows, part.size(-1)))
+        return seen[0], seen[1]
 
 
 def widest_window(program: Program) -> int:

@@ -30,7 +30,7 @@ from graphpar.frontend.adapters import with_adapters
 from graphpar.frontend.build import Built, build
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
-from graphpar.frontend.evaluation import difference, may_differ
+from graphpar.frontend.evaluation import always_on, difference, may_differ
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
 from graphpar.frontend.generation import of_tokens, token_choice
@@ -88,6 +88,8 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
     program = with_adapters(program, request.model)
+    if source.mode == INFER and (reason := always_on(program.graph)) is not None:
+        raise GraphparError(f"{program.name} can't be compiled for inference: {reason}.")
     if program.mode == GENERATE:
         program.generation = token_choice(request.model)
     if program.mode == "train":

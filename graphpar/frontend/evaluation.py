@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from graphpar.ir.program import operator_name, where
 
-_MODE = {"batch_norm": 5, "scaled_dot_product_attention": 4}
+_MODE = {"batch_norm": "training", "scaled_dot_product_attention": "dropout_p"}
 """Which argument of an operator follows the mode, where the printed code follows it too."""
+_DROPOUTS = ("dropout", "feature_dropout")
 
 
 def may_differ(model: nn.Module) -> bool:
@@ -26,8 +27,29 @@ def may_differ(model: nn.Module) -> bool:
     )
 
 
+def always_on(evaluated: fx.Graph) -> str | None:
+    """Return what is not off in evaluation, though emitted code turns it off there: dropout, or BatchNorm by the batch's statistics."""
+    for node in evaluated.nodes:
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name in _MODE:
+            options = _by_name(node)
+            if (
+                not options[_MODE[name]] or options.get("running_mean", node) is None
+            ):  # BatchNorm that has no other statistics
+                continue
+            what = "BatchNorm by a batch's own statistics" if name == "batch_norm" else "dropout"
+        elif name in _DROPOUTS and all(node.args[1:3]):  # its probability, and whether it is on
+            what = "dropout"
+        else:
+            continue
+        return f"it has {what} that is always on{where(node)}; leave it to module.training"
+    return None
+
+
 def difference(trained: fx.Graph, evaluated: fx.Graph) -> str | None:
     """Return the first operator that only one of two graphs has; ``None`` where they differ in dropout and BatchNorm alone."""
+    if (reason := always_on(evaluated)) is not None:
+        return f"the program can't evaluate: {reason}"
     mine, other = _calls(trained), _calls(evaluated)
     for i in range(max(len(mine), len(other))):
         one, two = (calls[i] if i < len(calls) else (None, "nothing") for calls in (mine, other))
@@ -50,19 +72,26 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node | None, str]]:
             known[node] = node.target
             continue
         name = operator_name(node) if node.op == "call_function" else node.op
-        if name in ("dropout", "feature_dropout"):
+        if name in _DROPOUTS:
             known[node] = known[node.args[0]]
             continue
-        arguments = list(node.args)
+        arguments, options = list(node.args), dict(node.kwargs)
         if name in ("add", "add_") and str(known.get(arguments[0])).endswith("num_batches_tracked"):
             continue
-        if name in _MODE and len(arguments) > _MODE[name]:
-            arguments[_MODE[name]] = None
-        options = {key: value for key, value in node.kwargs.items() if key not in ("dropout_p", "training")}
+        if name in _MODE:
+            arguments, options = [], _by_name(node)
+            del options[_MODE[name]]
         known[node] = len(calls)
         shown = torch.fx.node.map_arg((tuple(arguments), options), lambda used: _Place(known[used]))
         calls.append((node, f"{name}{shown}"))
     return calls
+
+
+def _by_name(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call by their names; traces leave those out that end it and have their default."""
+    named = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in zip(named, node.args)} | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in named}
 
 
 class _Place(str):

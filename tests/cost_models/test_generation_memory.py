@@ -10,7 +10,7 @@ import torch
 
 import graphpar as gp
 from tests import generation_memory_fixture
-from tests.end_to_end.test_generation import LENGTH, MODELS, VOCABULARY
+from tests.end_to_end.test_generation import LENGTH, MODELS, VOCABULARY, WINDOWS
 from tests.rank_pool import RankPool
 
 
@@ -21,7 +21,7 @@ def check(cases: list[tuple[str, dict[str, int], float]], ranks: int, folder: Pa
     (folder / "prompts.json").write_text(json.dumps(prompts.tolist()))
     for number, (name, mesh, most) in enumerate(cases):
         ids = torch.zeros(rows, LENGTH, dtype=torch.long)
-        program = gp.export(MODELS[name], kwargs={"input_ids": ids}, mode="generate")
+        program = gp.export((MODELS | WINDOWS)[name], kwargs={"input_ids": ids}, mode="generate")
         parts = gp.partition(program, gp.plan(program, mesh=mesh))
         label = f"{name}_{number}"
         parts.save(folder / label)
@@ -39,6 +39,10 @@ def check(cases: list[tuple[str, dict[str, int], float]], ranks: int, folder: Pa
 
 def test_prompts_are_counted(pool: RankPool, tmp_path: Path) -> None:
     check([("llama", {"pp": 2}, 1.12), ("gpt2", {"dp_replicate": 2}, 1.12)], 2, tmp_path, pool)
+
+
+def test_prompts_longer_than_a_sliding_window_are_counted(pool: RankPool, tmp_path: Path) -> None:
+    check([("mistral", {"pp": 2}, 1.3), ("gemma2", {"tp": 2}, 1.6)], 2, tmp_path, pool)
 
 
 @pytest.mark.slow

@@ -86,6 +86,41 @@ def test_a_model_that_does_something_else_in_evaluation_is_refused_there() -> No
     assert "in evaluation mode the model computes something else than in training" in refused
 
 
+class AlwaysOn(torch.nn.Module):
+    """One operator that does in evaluation what only training asks for, or (``kind`` off) what both ask for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.norm = kind, torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        functional, hidden = torch.nn.functional, self.linear(x)
+        heads = hidden.view(-1, 2, 2, 2)
+        if self.kind == "dropout":
+            return functional.dropout(hidden, 0.5)
+        if self.kind == "attention":
+            return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+        if self.kind == "norm":
+            return functional.batch_norm(hidden, self.norm.running_mean, self.norm.running_var, training=True)
+        dropout_p = 0.5 if self.training else 0.0
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout_p).flatten(1)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention", "norm"])
+def test_what_is_on_in_evaluation_is_refused_there(kind: str) -> None:
+    given = {"loss_fn": source.loss_fn, "targets": (torch.zeros(4, dtype=torch.int64),)}
+    reason = gp.export(AlwaysOn(kind), (torch.zeros(4, 8),), **given, evaluates=True).no_eval
+    assert reason is not None and "always on (test_training_loop.py:" in reason
+    with pytest.raises(GraphparError, match=r"can't be compiled for inference: .* always on"):
+        gp.export(AlwaysOn(kind), (torch.zeros(4, 8),), mode="infer")
+
+
+def test_attention_whose_dropout_is_its_last_argument_evaluates() -> None:
+    given = {"loss_fn": source.loss_fn, "targets": (torch.zeros(4, dtype=torch.int64),)}
+    assert gp.export(AlwaysOn("off"), (torch.zeros(4, 8),), **given, evaluates=True).no_eval is None
+    gp.export(AlwaysOn("off"), (torch.zeros(4, 8),), mode="infer")
+
+
 def test_optimizer_py_has_what_the_factory_uses_and_no_more() -> None:
     text = optimizer_file(FILE)
     assert text is not None
