@@ -74,7 +74,8 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
 
     Without torchrun's variables in the environment this is a group of one. A collective or a transfer that
     takes longer than ``timeout_s`` fails. If the block raises, the message goes to standard error and to
-    torchrun, and the process exits (status 2 for a ``RuntimeProgramError``, else 1).
+    torchrun, and the process exits (status 2 for a ``RuntimeProgramError``, else 1); a group of one that torchrun did
+    not start raises ``SystemExit`` with it, so that a notebook goes on.
     """
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
@@ -161,7 +162,10 @@ def fail(error: Exception) -> None:
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(USER_ERROR if user else 1)
+    status = USER_ERROR if user else 1
+    if "RANK" not in os.environ:  # no other rank waits, and a notebook goes on
+        raise SystemExit(status) from error
+    os._exit(status)
 
 
 def _short_traceback(cause: BaseException) -> tuple[str, str]:
