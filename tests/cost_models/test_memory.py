@@ -178,8 +178,10 @@ def _check(case: tuple[str, str, str]) -> None:
         assert predicted.total == real.saved
         passes = activations.passes(stage, ROWS)
         assert passes.kept == real.passes.kept == real.saved
-        # Emitted code may run independent operators in another order, and so their backwards.
-        assert passes.backward == pytest.approx(real.passes.backward, rel=0.025)
+        # Emitted code may run independent operators in another order, and so their backwards; a layer that is one function with its
+        # collective gives the gradients of its input, weight and bias at once, where single operators give one after the other.
+        joined = any("_product" in text for name, text in parts.files.items() if name.endswith(".py"))
+        assert passes.backward == pytest.approx(real.passes.backward, rel=0.06 if joined else 0.025)
         assert passes.forward >= real.passes.forward  # emitted code may name two values alike, and drop the first
 
 
