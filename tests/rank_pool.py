@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class _Rank:
     answers: TextIO
 
 
+WITHOUT_A_WORD = "ended without a word"
+"""Of a rank that did not raise: gloo's threads can end a process while it lets go of a group. Such a launch is done again, once."""
+
+
 class RankPool:
     """The processes of one test session (of one worker of it)."""
 
@@ -72,12 +77,23 @@ class RankPool:
         **options: Any,
     ) -> None:
         """In the place of :func:`graphpar.runtime.launch.torchrun`: the worker on the ranks that stay up, all else on new ones."""
+        try:
+            self._run(target, args, nproc, timeout_s, env or {})
+        except LaunchError as error:
+            if WITHOUT_A_WORD not in str(error):
+                raise
+            warnings.warn(f"{target} runs again on new ranks: {error}", stacklevel=2)
+            self._run(target, args, nproc, timeout_s, env or {})
+
+    def _run(
+        self, target: str | Path, args: Sequence[str], nproc: int, timeout_s: float, env: Mapping[str, str]
+    ) -> None:
         kept = self.ranks if target == worker.__name__ else None
         ranks: list[_Rank] = [] if kept is None else kept
         try:
             while len(ranks) < nproc:
                 ranks.append(self._forked(len(ranks) % NURSERIES))
-            self._launch(ranks[:nproc], str(target), args, timeout_s, env or {})
+            self._launch(ranks[:nproc], str(target), args, timeout_s, env)
         except BaseException:
             _end(ranks)
             raise
@@ -173,7 +189,7 @@ def _failure(errors: Path, rank: int) -> LaunchError:
     said = [json.loads(path.read_text())["message"] for path in sorted(errors.iterdir())]
     said.sort(key=lambda message: (message["extraInfo"]["secondary"] == "True", int(message["extraInfo"]["time_ns"])))
     if not said:
-        return LaunchError("ended without a word", rank)
+        return LaunchError(WITHOUT_A_WORD, rank)
     extra = said[0]["extraInfo"]
     return LaunchError(said[0]["message"], int(extra["rank"]), extra["frames"], extra["user"] == "True")
 
