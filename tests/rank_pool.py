@@ -74,13 +74,17 @@ class RankPool:
         nproc: int,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
+        killed: bool = False,
         **options: Any,
     ) -> None:
-        """In the place of :func:`graphpar.runtime.launch.torchrun`: the worker on the ranks that stay up, all else on new ones."""
+        """In the place of :func:`graphpar.runtime.launch.torchrun`: the worker on the ranks that stay up, all else on new ones.
+
+        ``killed``: its ranks are killed on purpose, so that it is not done again.
+        """
         try:
             self._run(target, args, nproc, timeout_s, env or {})
         except LaunchError as error:
-            if WITHOUT_A_WORD not in str(error):
+            if killed or WITHOUT_A_WORD not in str(error):
                 raise
             warnings.warn(f"{target} runs again on new ranks: {error}", stacklevel=2)
             self._run(target, args, nproc, timeout_s, env or {})

@@ -65,7 +65,7 @@ def eliminated(
 
 
 def _value_table(whole: _Whole, value: Value, number: dict[int, int], choices: Sequence[Sequence[Choice]]) -> Table:
-    """Seconds of a value's transitions, each target paid once, for all choices of its maker and users."""
+    """Seconds of a value's transitions, each target paid once, for all choices of its maker and users; infinite where one can't be."""
     maker = number[id(value.maker)]
     users = list(dict.fromkeys(number[id(edge.user)] for edge in value.edges))
     scope = [maker, *(user for user in users if user != maker)]
@@ -82,14 +82,18 @@ def _value_table(whole: _Whole, value: Value, number: dict[int, int], choices: S
             if target == source:
                 continue
             takes = np.zeros(shape[1:], dtype=bool)
-            price = math.inf
+            price = 0.0
             for edge, kinds in zip(value.edges, wanted):
                 place = scope.index(number[id(edge.user)]) - 1
                 own = np.array([kind == target for kind in kinds])
                 view = [1] * len(shape[1:])
                 view[place] = len(kinds)
-                takes |= own.reshape(view)
-                price = min(price, _price(whole, value, edge, source, target))
+                seconds_of_edge = _price(whole, value, edge, source, target)
+                if math.isinf(seconds_of_edge):  # whatever other users may take
+                    total = np.where(own.reshape(view), math.inf, total)
+                else:
+                    takes |= own.reshape(view)
+                    price = seconds_of_edge
             total = np.where(takes, total + price, total)
         seconds[rows] = total * value.count
     return tuple(scope), np.zeros(shape), seconds

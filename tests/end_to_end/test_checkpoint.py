@@ -95,7 +95,8 @@ class Bench:
         file = self.root / "jobs.json"
         file.write_text(json.dumps(listed, default=str))
         ranks = math.prod(_asked(layout)["mesh"].values())
-        self.pool.torchrun(Path(fixture.__file__), [str(file)], nproc=ranks, timeout_s=300)
+        killed = any("killed" in job for job in jobs)
+        self.pool.torchrun(Path(fixture.__file__), [str(file)], nproc=ranks, timeout_s=300, killed=killed)
         return [json.loads(report.read_text()) for report in reports]
 
 

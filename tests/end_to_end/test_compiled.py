@@ -43,10 +43,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "cp": {"mesh": {"cp": 2}},
     "ep": {"mesh": {"ep": 2}},
 }
-KINKED = "resnet_batchnorm"
-"""In its second step one of its blocks' 200,000 results, which fused kernels change by 1e-5, lies on the other side of a ReLU's kink: that
-changes gradients by 2e-3. In float64 results change by 1e-14, and none crosses it."""
-FUSED = [name for name in SMALL if name != KINKED]
 PAIRS = [
     *(("gpt_dropout", mesh) for mesh in ("tp", "zero 3", "interleaved", "recomputed")),
     *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "1F1B")),
@@ -85,9 +81,8 @@ def in_double(file: ModelFile) -> ModelFile:
 
 
 def check(seen: Mapping[str, Mapping[str, Any]], dtype: torch.dtype = torch.float32) -> None:
-    allowed = PRECISIONS[dtype].allowed
+    assert not rounded(seen, dtype), seen
     for name, found in seen.items():
-        assert all(found[kind] <= allowed[kind] for kind in ("loss", "gradient", "parameter")), (name, found)
         assert found["gradients"], (name, found)
         hooked = "hooked" in name  # one block is unlike the others after the first step
         assert found["graphs"] == [found["kinds"], *[found["kinds"] + hooked] * (compiled_fixture.STEPS - 1)], (
@@ -95,6 +90,29 @@ def check(seen: Mapping[str, Mapping[str, Any]], dtype: torch.dtype = torch.floa
             found,
         )
         assert not found["breaks"], (name, found)
+
+
+def rounded(seen: Mapping[str, Mapping[str, Any]], dtype: torch.dtype) -> list[str]:
+    """The programs whose numbers differ by more than a dtype allows."""
+    allowed = PRECISIONS[dtype].allowed
+    kinds = ("loss", "gradient", "parameter")
+    return [name for name, found in seen.items() if any(found[kind] > allowed[kind] for kind in kinds)]
+
+
+def check_fused(cases: Mapping[str, Sequence[str]], tmp_path: Path, pool: RankPool, nproc: int = 2) -> None:
+    """Fused kernels change results by 1e-5, and what lies on the other side of a ReLU's kink then changes gradients by far more.
+
+    As in ``verify``, such programs are decided in float64: there results change by 1e-14, and hardly any crosses it.
+    """
+    seen = compared(cases, "inductor", tmp_path / "fp32", pool, nproc)
+    again: dict[str, list[str]] = {}
+    for name in rounded(seen, torch.float32):
+        model, mesh = name.split(" ", 1)
+        again.setdefault(model, []).append(mesh)
+        del seen[name]
+    check(seen)
+    if again:
+        check(compared(again, "inductor", tmp_path / "fp64", pool, nproc, double=True), torch.float64)
 
 
 @pytest.mark.sampled(1 / 2, of="compiled blocks")
@@ -116,13 +134,13 @@ def test_blocks_of_all_examples_are_compiled_whole_and_once(tmp_path: Path, pool
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_blocks_of_examples_train_as_others_with_fused_kernels(tmp_path: Path, pool: RankPool) -> None:
-    check(compared({name: ["one"] for name in sample(FUSED, 6)}, "inductor", tmp_path, pool, nproc=1))
+    check_fused({name: ["one"] for name in sample(SMALL, 6)}, tmp_path, pool, nproc=1)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_what_rounding_moves_over_a_kink_trains_as_others_in_float64(tmp_path: Path, pool: RankPool) -> None:
-    check(compared({KINKED: ["one"]}, "inductor", tmp_path, pool, nproc=1, double=True), torch.float64)
+def test_what_rounding_moves_over_a_kink_is_decided_in_float64(tmp_path: Path, pool: RankPool) -> None:
+    check_fused({"resnet_batchnorm": ["one"]}, tmp_path, pool, nproc=1)
 
 
 @pytest.mark.slow
@@ -137,7 +155,7 @@ def test_compiled_blocks_train_as_others_on_meshes(name: str, mesh: str, tmp_pat
 def test_compiled_blocks_train_as_others_on_meshes_with_fused_kernels(
     name: str, mesh: str, tmp_path: Path, pool: RankPool
 ) -> None:
-    check(compared({name: [mesh]}, "inductor", tmp_path, pool))
+    check_fused({name: [mesh]}, tmp_path, pool)
 
 
 @pytest.mark.slow

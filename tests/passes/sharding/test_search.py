@@ -290,26 +290,18 @@ class Drawn(nn.Module):
         return values[-1].square().mean() + values[-2].mean()
 
 
-ON_ITSELF = 1060
-"""A block that is applied to the input, where all ranks have it whole, and then to its own result: see the test of it."""
-
-
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([{"tp": 2}, {"tp": 4}, {"cp": 2}]), st.sampled_from([2, 4096]))
 @pytest.mark.sampled(1 / 2, of="programs that are drawn")
 def test_drawn_models_are_solved_exactly(seed: int, degrees: dict[str, int], rows: int) -> None:
     model = Drawn(seed)
     assume(model(torch.zeros(1, 2, WIDTH)).requires_grad)  # else there is nothing to train
-    assume(seed != ON_ITSELF)
     check_solved(model, degrees, rows)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="the search and the reference differ by one sum; which of them is right is not known"
-)
 def test_a_block_of_the_input_and_of_its_own_result_is_solved_exactly() -> None:
-    check_solved(Drawn(ON_ITSELF), {"tp": 2}, 2)
+    """The block takes the input, which all ranks have whole, and its own result, which may not be moved to its next instance."""
+    check_solved(Drawn(1060), {"tp": 2}, 2)
 
 
 def check_solved(model: nn.Module, degrees: dict[str, int], rows: int) -> None:
