@@ -48,18 +48,16 @@ def _attention_by_kernel(
     key: Tensor,
     value: Tensor,
     keys: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
+    *args: Any,
     device: str,
-    **_: Any,
+    kernel: bool,
+    training: bool = True,
+    sharded: Any = (),
+    **options: Any,
 ) -> Tensor:
-    """Run attention whose dropout is the kernel's; CPUs have no such kernel, so torch writes it out there."""
+    """Run :func:`graphpar.emitted.random_streams.dropout_attention` whose kernel draws; CPUs have none, so torch writes it out there."""
     run = _attention_on_cuda if device == "cuda" else F.scaled_dot_product_attention
-    return run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return run(query, key, value, *args, **options)
 
 
 def _attention_on_cuda(
@@ -96,20 +94,13 @@ def _attention_on_cuda(
 
 
 def _cached_attention_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: int,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, length: int, *, sliding_window: int | None = None, **options: Any
 ) -> Tensor:
     """Run :func:`graphpar.emitted.kv_cache.cached_attention` by CUDA's kernels."""
-    if softcap is not None:  # no kernel's
-        return kv_cache.cached_attention(query, key, value, length, scale, enable_gqa, sliding_window, softcap)
+    if options.get("softcap") is not None:  # no kernel's
+        return kv_cache.cached_attention(query, key, value, length, sliding_window=sliding_window, **options)
     key, value, mask, causal = kv_cache.seen(query, key, value, length, sliding_window)
-    return _attention_on_cuda(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+    return _attention_on_cuda(query, key, value, mask, is_causal=causal, **options)
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -405,6 +405,8 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(
             f"offload is {list(plan.offload)} in mode {plan.mode}; a program for training may have {', '.join(OFFLOADS)}"
         )
+    if plan.dropout not in DROPOUTS:
+        broken.append(f"dropout is {plan.dropout!r}, not one of {', '.join(DROPOUTS)}")
     if plan.dtype not in DTYPES:
         broken.append(f"dtype is {plan.dtype!r}, not one of {', '.join(DTYPES)}")
     if plan.prefetch not in (None, *PREFETCH) or (plan.prefetch is not None and plan.zero != 3):

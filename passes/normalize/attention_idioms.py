@@ -30,10 +30,13 @@ _ATTENTION = _aten.scaled_dot_product_attention.default
 
 @dataclass(frozen=True)
 class Written:
-    """Attention in products: ``softmax(scale * query @ key.mT + mask) @ value``, with a ``cap`` of ``cap * tanh(scores / cap) + mask``."""
+    """Attention in products: ``softmax(scale * query @ keys + mask) @ value``, with a ``cap`` of ``cap * tanh(scores / cap) + mask``.
+
+    ``keys`` are as the product takes them: [.., width, length].
+    """
 
     query: fx.Node
-    key: fx.Node
+    keys: fx.Node
     value: fx.Node
     mask: fx.Node | None
     scale: float
@@ -43,7 +46,7 @@ class Written:
         """Let a call of torch's attention, which knows no cap, take the place of ``node``."""
         usual = math.isclose(self.scale, value_of(self.query).shape[-1] ** -0.5, rel_tol=1e-12)
         options = {} if usual else {"scale": self.scale}
-        return insert_call(node, _ATTENTION, (self.query, self.key, self.value, self.mask), options)
+        return insert_call(node, _ATTENTION, (self.query, _turned(node, self.keys), self.value, self.mask), options)
 
 
 def plain_attention(node: fx.Node, masks: Masks) -> bool:
@@ -85,7 +88,7 @@ def written_attention(node: fx.Node, masks: Masks) -> Written | None:
         value_of(mask).dtype not in (torch.bool, value_of(query).dtype) or value_of(mask).ndim < 2
     ):
         return None
-    return Written(query, _turned(node, keys), value, mask, scale, cap)
+    return Written(query, keys, value, mask, scale, cap)
 
 
 def _softmax(weights: Any) -> fx.Node | None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
 
 import graphpar as gp
+from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weights
 from graphpar.runtime.compiled import SPLIT, check_compiles
@@ -62,7 +63,7 @@ def compared(
     """What :mod:`compiled_fixture` says of examples' programs, in float64 if ``double``, on each of their meshes."""
     for name, meshes in cases.items():
         file, folder = in_double(example_file(name)) if double else example_file(name), tmp_path / name
-        program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets) if double else example(name)
+        program = export_file(file, None, None) if double else example(name)
         for mesh in meshes:
             gp.partition(program, gp.plan(program, **MESHES[mesh])).save(folder / mesh)
         weights = {key: value.clone() for key, value in initial_weights(file).items()}
