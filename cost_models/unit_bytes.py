@@ -44,7 +44,9 @@ class UnitBytes:
         self._averages: dict[int, tuple[int, int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        self._constants: dict[tuple[object, ...], _Constant] = {}
+        self._constants: dict[tuple[tuple[int, int], ...], _Constant] = {}
+        self._held: dict[tuple[tuple[int, int], ...], tuple[Held, ...]] = {}
+        self._returns: dict[tuple[int, int], int] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
@@ -72,13 +74,16 @@ class UnitBytes:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
 
-    def held(self, stages: Sequence[tuple[int, int]]) -> list[Held]:
+    def held(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
         """Return the parameters of a rank with these stages, a tied one once."""
-        found: dict[object, Held] = {}
-        for first, after in stages:
-            for held in itertools.chain.from_iterable(unit.held for unit in self.units[first:after]):
-                found.setdefault(held.tied or len(found), held)
-        return list(found.values())
+        key = tuple(stages)
+        if key not in self._held:
+            found: dict[object, Held] = {}
+            for first, after in stages:
+                for held in itertools.chain.from_iterable(unit.held for unit in self.units[first:after]):
+                    found.setdefault(held.tied or len(found), held)
+            self._held[key] = tuple(found.values())
+        return self._held[key]
 
     def memory(
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
@@ -126,11 +131,10 @@ class UnitBytes:
     def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
         """Return what does not depend on the batch of a rank's memory."""
         mine = tuple(stages[place] for place in own)
-        elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
-        key = *mine, elsewhere
-        if key not in self._constants:
+        if mine not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
             held = self.held(mine)
+            elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
             buckets = self._buckets(held, elsewhere) + self._whole(held)
             if run.zero == 3 and not self._gathered_for_step:
                 buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
@@ -139,10 +143,10 @@ class UnitBytes:
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
-            self._constants[key] = _Constant(
+            self._constants[mine] = _Constant(
                 memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units)
             )
-        return self._constants[key]
+        return self._constants[mine]
 
     @property
     def _gathered_for_step(self) -> bool:
@@ -215,7 +219,12 @@ class UnitBytes:
 
     def _returned(self, after: int, rows: int) -> int:
         """Return the bytes of the gradients that come back to a stage whose last unit is the one before ``after``."""
-        return _returned(self.units[after - 1], rows) if after < len(self.units) else 0
+        if after == len(self.units):
+            return 0
+        key = after, rows
+        if key not in self._returns:
+            self._returns[key] = _returned(self.units[after - 1], rows)
+        return self._returns[key]
 
     @cached_property
     def counted_twice(self) -> int:

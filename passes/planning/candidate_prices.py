@@ -132,10 +132,10 @@ class CandidatePrices:
         """Return the prices of the candidate's mesh, where all units recompute as ``kind`` says; None where the model can't be
         sharded over it."""
         mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
-        run = self.run_of(candidate)
         size = 0 if self.program.symbolic else rows
-        key = mesh, candidate.zero, candidate.reshard, size, split_points, kind, run.joined
+        key = mesh, candidate.zero, candidate.reshard, size, split_points, kind, self._joined(candidate)
         if key not in self._pricings:
+            run = self.run_of(candidate)
             units = self.units(mesh, rows, run, split_points, kind)
             if units is None:
                 return None
