@@ -23,10 +23,10 @@ from benchmarks.published_models import Shape
 from benchmarks.published_programs import Parts
 from benchmarks.published_rows import Row, Unpriced
 from graphpar.cost_models.collectives import Group
-from graphpar.cost_models.compute import Compute
+from graphpar.cost_models.compute import Compute, PhaseSeconds
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.pricing import Pricing
-from graphpar.cost_models.step_costs import UnitSeconds
+from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.cost_models.work import Attention, Collective, Phase, Work
 from graphpar.cost_models.work import Row as WorkRow
 from graphpar.ir.mesh import Mesh
@@ -133,6 +133,16 @@ class Exchanging(Pricing):
 
     def of_row(self, row: Row) -> Exchanging:
         """Return these prices with the groups of a row's cp and ep."""
+        self.of_units = _ExchangingUnits(self, row)
+        return self
+
+
+class _ExchangingUnits(UnitPrices):
+    """Seconds of the units of ``pricing``, with the groups of a row's cp and ep."""
+
+    def __init__(self, pricing: Pricing, row: Row) -> None:
+        known = pricing.of_units
+        super().__init__(known.compute, known.network, known.groups, known.overlap_tp)
         replicas, sizes = row.replicas * row.degrees["cp"], {"cp": row.degrees["cp"], "ep": row.degrees["ep"]}
         self._exchanges: dict[str, Group] = {}
         for axis, size in sizes.items():
@@ -141,20 +151,16 @@ class Exchanging(Pricing):
                 self._exchanges[axis] = self.network.group_of_axes(mesh, [axis])
         self._experts = row.shape.experts if row.habits.sends_once else None
         self._steps = sizes["cp"]
-        self._head: Compute | None = None
+        # Heads compute in 16 bits where blocks do in 8, in Megatron-LM as in torchtitan.
+        self._head = pricing.units[-1].kind if pricing.dtype == "fp8" else None
+        self._of_head = Compute(self.compute.device, "bf16")
         self._attention = {
-            each.phase: each for unit in self.units for each in unit.kind.work.rows if isinstance(each, Attention)
+            each.phase: each for unit in pricing.units for each in unit.kind.work.rows if isinstance(each, Attention)
         }
-        return self
 
-    def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
-        """Return the seconds of a unit; heads compute in 16 bits where blocks do in 8, in Megatron-LM as in torchtitan."""
-        if self.dtype != "fp8" or kind is not self.units[-1].kind:
-            return super().unit_seconds(kind, rows)
-        if self._head is None:
-            self._head = Compute(self.compute.device, "bf16")
-        found = super().unit_seconds(kind, rows)
-        return replace(found, phases=self._head.seconds(kind.work, rows))
+    def phases(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
+        """Return the seconds of the phases of a unit."""
+        return self._of_head.seconds(kind.work, rows) if kind is self._head else super().phases(kind, rows)
 
     def sent_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective."""

@@ -14,26 +14,26 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.compute import Compute, collectives_of
+from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
-from graphpar.cost_models.stage_prices import Again, StagePrices
-from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed_by_axis
+from graphpar.cost_models.stage_prices import StagePrices
+from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import UnitBytes
-from graphpar.cost_models.work import Attention, Collective, Phase, Product, Work
+from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
@@ -48,14 +48,8 @@ from graphpar.schedules.table import ActionTable, forwards
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The seconds of units by kind, rows and the share that is hidden: once, and of what their blocks run again in the backward; and of
-    stages, where state is not gathered in them."""
-
-    seconds: dict[tuple[UnitClass, int, float], UnitSeconds] = field(default_factory=dict)
-    again: dict[tuple[UnitClass, int, float], Again] = field(default_factory=dict)
-    stages: dict[tuple[tuple[Unit, ...], int, float, str], StagePrices] = field(default_factory=dict)
+Stages = dict[tuple[tuple[Unit, ...], int, str], StagePrices]
+"""By units, rows of a microbatch and recomputation: the prices of stages in which no state is gathered."""
 
 
 class Pricing:
@@ -96,14 +90,17 @@ class Pricing:
         self.compute: Compute = Compute(device, dtype) if like is None else like.compute
         self.network: Network = Network(cluster) if like is None else like.network
         self.dtype = dtype
-        self._groups = {
+        groups = {
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
         }
         self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
         # Units of equal groups take equal seconds, however many replicas and stages there are.
-        self._by_groups: dict[object, _Known] = {} if like is None else like._by_groups
-        self.compute_groups = tuple(self._groups.get(axis) for axis in AXES if AXIS[axis].compute)
-        self._known = self._by_groups.setdefault(self.compute_groups, _Known())
+        self.compute_groups = tuple(groups.get(axis) for axis in AXES if AXIS[axis].compute or AXIS[axis].exchanges)
+        self._by_groups: dict[object, tuple[UnitPrices, Stages]] = {} if like is None else like._by_groups
+        key = self.compute_groups, self.execution.overlap_tp
+        if key not in self._by_groups:
+            self._by_groups[key] = UnitPrices(self.compute, self.network, groups, self.execution.overlap_tp), {}
+        self.of_units, self._without_state = self._by_groups[key]
         self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
 
@@ -118,12 +115,8 @@ class Pricing:
     # ---- seconds ----
 
     def least_s(self, unit: Unit, rows: int) -> tuple[float, float]:
-        """Return lower bounds of the seconds that a unit adds to a stage, and of those it recomputes: the device's, nothing gathered."""
-        seconds, again = self.unit_seconds(unit.kind, rows), self._repeated(unit.kind, rows)
-        busy = sum(phase.busy for phase in seconds.phases)
-        shown = sum(sum(axes.values()) for axes in seconds.exposed)
-        host = sum(again.python) if self.cluster.device.kind == "cpu" else 0.0
-        return busy + shown, again.phase.busy + sum(again.exposed.values()) + host
+        """Return lower bounds of the seconds that a unit adds to a stage, and of those it recomputes."""
+        return self.of_units.least_s(unit.kind, rows)
 
     @cached_property
     def least_end_s(self) -> float:
@@ -131,46 +124,6 @@ class Pricing:
         whole = [(0, len(self.units))]
         reduce = self._ends.gradients(whole)[0] if self.cluster.device.kind == "cpu" and not self._sharded else 0.0
         return (self._ends.optimizer(whole) + reduce) / self.mesh.pp
-
-    def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
-        """Return the seconds of a unit for a microbatch of ``rows``."""
-        key, known = (kind, rows, self.execution.overlap_tp), self._known.seconds
-        if key not in known:
-            sent, exposed, apart = zip(*(self._by_axis(kind.work, rows, phase) for phase in Phase))
-            known[key] = UnitSeconds(self.compute.seconds(kind.work, rows), sent, exposed, summed_by_axis(apart))
-        return known[key]
-
-    def _by_axis(
-        self, work: Work, rows: int, phase: Phase
-    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return the seconds of the collectives of a phase by axis: all, exposed, and what more is where halves run apart."""
-        found: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
-        for axis, collectives in collectives_of(work).items():
-            for row, times in collectives:
-                if row.phase is phase:
-                    exposed = self.exposed_s(row, rows)
-                    each = self.sent_s(row, rows), exposed, self.exposed_s(row, rows, apart=True) - exposed
-                    for seconds, value in zip(found, each):
-                        seconds[axis] = seconds.get(axis, 0.0) + times * value
-        return found
-
-    def sent_s(self, row: Collective, rows: int) -> float:
-        """Return the seconds of one collective inside a microbatch of ``rows``."""
-        return self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
-
-    def exposed_s(self, row: Collective, rows: int, apart: bool = False) -> float:
-        """Return those that what runs beside it does not hide; ``apart``: where the halves of a backward run apart."""
-        seconds, beside = self.sent_s(row, rows), row.beside
-        if not beside:
-            return (1.0 - self.execution.overlap_tp) * seconds
-        if self.cluster.device.kind == "cpu":  # whose cores multiply or send
-            beside = tuple(each for each in beside if not isinstance(each, Product))
-        hidden = (each for each in beside if not apart or each.phase is row.phase)
-        return max(0.0, seconds - sum(self._alone_s(each, rows) for each in hidden))
-
-    def _alone_s(self, row: Attention | Product, rows: int) -> float:
-        """Return the seconds of one operator."""
-        return self.compute.seconds(Work({row: 1}), rows)[row.phase].busy
 
     def stage_seconds(self, first: int, after: int, rows: int, apart: bool = False) -> StageSeconds:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive; ``apart``: of a schedule that runs the
@@ -184,16 +137,16 @@ class Pricing:
             if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
                 self._stage_prices[rows] = self._made_stage_prices(rows, lambda: self._of_state)
             else:
-                key, known = (self.units, rows, self.execution.overlap_tp, self.execution.recompute), self._known.stages
-                if key not in known:
-                    known[key] = self._made_stage_prices(rows, None)
-                self._stage_prices[rows] = known[key]
+                key = self.units, rows, self.execution.recompute
+                if key not in self._without_state:
+                    self._without_state[key] = self._made_stage_prices(rows, None)
+                self._stage_prices[rows] = self._without_state[key]
         return self._stage_prices[rows]
 
     def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array, Array]] | None) -> StagePrices:
         return StagePrices(
-            [self.unit_seconds(unit.kind, rows) for unit in self.units],
-            [self._repeated(unit.kind, rows) for unit in self.units],
+            [self.of_units.seconds(unit.kind, rows) for unit in self.units],
+            [self.of_units.again(unit.kind, rows) for unit in self.units],
             [bool(unit.kind.again.work.rows) or unit.kind.moves for unit in self.units],
             self.compute,
             self.execution,
@@ -208,16 +161,6 @@ class Pricing:
         if "activations" not in self.execution.offload or not self.train:
             return None
         return np.array([host_s(self.cluster.device, unit.kind.bytes_at(rows).moved) for unit in self.units])
-
-    def _repeated(self, kind: UnitClass, rows: int) -> Again:
-        """Return the seconds of what a unit's blocks run again in the backward."""
-        key, known = (kind, rows, self.execution.overlap_tp), self._known.again
-        if key not in known:
-            work = kind.again.work
-            seconds = self.compute.seconds(work, rows)[Phase.FORWARD]
-            sent = self._by_axis(work, rows, Phase.FORWARD)
-            known[key] = Again(seconds, *sent, self.compute.python_s(kind.again))
-        return known[key]
 
     @cached_property
     def _sharded(self) -> bool:

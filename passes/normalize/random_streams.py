@@ -133,8 +133,8 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysi
         if name == "scaled_dot_product_attention":
             if state.dim != 0:
                 raise GraphparError(
-                    f"Attention with dropout ({node.name}) has the batch on dim {state.dim} of its query, where it must be dim 0. If another "
-                    "dim of the inputs is the batch, give batch_dims."
+                    f"Attention with dropout ({node.name}) has the batch on dim {state.dim} of its query, where it must be dim 0. If "
+                    "another dim of the inputs is the batch, give batch_dims."
                 )
             new = graph.call_function(random_streams.dropout_attention, *_attention_arguments(node, own))
         else:

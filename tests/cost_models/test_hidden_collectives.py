@@ -76,7 +76,7 @@ def test_a_fast_link_hides_the_sums_of_gradients_whole() -> None:
     for unit in pricing.units:
         for row in (*unit.kind.work.rows, *unit.kind.again.work.rows):
             if isinstance(row, Collective):
-                assert pricing.exposed_s(row, 64) == (0.0 if row.beside else pricing.sent_s(row, 64))
+                assert pricing.of_units.exposed_s(row, 64) == (0.0 if row.beside else pricing.of_units.sent_s(row, 64))
                 assert all(isinstance(each, Product) for each in row.beside)
     block = pricing.units[1].kind
     beside = [row for row in block.work.rows if isinstance(row, Collective) and row.beside]
