@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.compute import Compute
+from graphpar.cost_models.compute import Compute, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import HostMemory, Memory
@@ -38,7 +38,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
-from graphpar.runtime.axes import AXES, AXIS
+from graphpar.runtime.axes import AXES
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, get_schedule, stage_ranks
@@ -79,7 +79,7 @@ class Pricing:
     ) -> None:
         self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
         self.execution = replace(execution or Execution(), shards=mesh.shards)
-        self.bytes = UnitBytes(units, mesh, self.execution)
+        self.bytes: UnitBytes = UnitBytes(units, mesh, self.execution, None if like is None else like.bytes)
         dispatch = self.execution.dispatch_s
         # A framework's time for an operator has its Python in it.
         device = (
@@ -95,9 +95,14 @@ class Pricing:
         }
         self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
         # Units of equal groups take equal seconds, however many replicas and stages there are.
-        self.compute_groups = tuple(groups.get(axis) for axis in AXES if AXIS[axis].compute or AXIS[axis].exchanges)
+        self._axes: dict[tuple[Unit, ...], tuple[str, ...]] = {} if like is None else like._axes
+        if self.units not in self._axes:
+            kinds = {unit.kind for unit in self.units}
+            found = {axis for kind in kinds for work in (kind.work, kind.again.work) for axis in collectives_of(work)}
+            self._axes[self.units] = tuple(axis for axis in AXES if axis in found)
+        self.groups = tuple((axis, groups[axis]) for axis in self._axes[self.units] if axis in groups)
         self._by_groups: dict[object, tuple[UnitPrices, Stages]] = {} if like is None else like._by_groups
-        key = self.compute_groups, self.execution.overlap_tp
+        key = self.groups, self.execution.overlap_tp
         if key not in self._by_groups:
             self._by_groups[key] = UnitPrices(self.compute, self.network, groups, self.execution.overlap_tp), {}
         self.of_units, self._without_state = self._by_groups[key]
@@ -154,6 +159,7 @@ class Pricing:
             state,
             self.mesh.state_axis,
             self._moved_s(rows),
+            self.bytes.numbers,
         )
 
     def _moved_s(self, rows: int) -> Array | None:

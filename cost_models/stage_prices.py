@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.compute import Compute, PhaseSeconds
+from graphpar.cost_models.equal_runs import EqualRuns
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.step_costs import StageSeconds, UnitSeconds, summed_by_axis
 from graphpar.cost_models.work import Phase
@@ -49,6 +50,7 @@ class StagePrices:
             gathered by the schedule.
         state_axis: under which axis these are reported.
         moved: the seconds of copying to the host, and back, what each unit keeps; None where nothing is moved.
+        held: a number for each unit where ``state`` is given; of the same parameters it is the same.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StagePrices:
         state: Callable[[], tuple[Array, Array, Array]] | None,
         state_axis: str,
         moved: Array | None = None,
+        held: Sequence[int] = (),
     ) -> None:
         self._moved = moved
         self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
@@ -70,9 +73,11 @@ class StagePrices:
         own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
         self._axes = list(dict.fromkeys(axis for axes in own_axes for axis in axes))
         self._more_axes = list(dict.fromkeys(axis for _, more in kinds.values() for axis in more.sent))
+        kind = [place[id(own)] for own in seconds]
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
-        self._table: Array = np.ascontiguousarray(columns[:, [place[id(own)] for own in seconds]])
+        self._table: Array = np.ascontiguousarray(columns[:, kind])
         self._recomputes = np.cumsum([0, *recomputes])
+        self._runs = EqualRuns(kind if state is None else list(zip(kind, held)))
         self._stages: dict[tuple[int, int, bool], StageSeconds] = {}
         self._waits: dict[int, Array] = {}
 
@@ -99,6 +104,7 @@ class StagePrices:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive; ``apart``: of a schedule that runs the
         halves of backwards apart.
         """
+        first, after = self._runs.first((first, after))
         key = first, after, apart and bool(self._table[self._apart, first:after].any())
         if key not in self._stages:
             self._stages[key] = self._stage(*key)

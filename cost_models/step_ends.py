@@ -100,7 +100,7 @@ class StepEnds:
 
     def _of(self, stages: Sequence[tuple[int, int]]) -> _Once:
         """Return what a rank's stages do once a step, whatever else runs then."""
-        key = tuple(stages)
+        key = self.bytes.alike(stages)
         if key not in self._known:
             elements = tuple(self.elements(stage) for stage in stages)
             gradients, optimizer = self.gradients(stages), self.optimizer(stages)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
 from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
@@ -37,15 +39,19 @@ class _Constant(NamedTuple):
 
 
 class UnitBytes:
-    """Memory of any stages of ``units`` on ``mesh``."""
+    """Memory of any stages of ``units`` on ``mesh``; ``like``: that of others, what is known of whose units is used on."""
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, execution: Execution) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, execution: Execution, like: UnitBytes | None = None) -> None:
         self.units, self.mesh, self.execution = tuple(units), mesh, execution
+        self._all_runs: dict[tuple[Unit, ...], EqualRuns] = {} if like is None else like._all_runs
+        if self.units not in self._all_runs:
+            self._all_runs[self.units] = _equal_runs(self.units)
+        self._runs = self._all_runs[self.units]
         self._averages: dict[int, tuple[int, int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        self._constants: dict[tuple[tuple[int, int], ...], _Constant] = {}
-        self._held: dict[tuple[tuple[int, int], ...], tuple[Held, ...]] = {}
+        self._constants: dict[tuple[Run, ...], _Constant] = {}
+        self._held: dict[tuple[Run, ...], tuple[Held, ...]] = {}
         self._returns: dict[tuple[int, int], int] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
@@ -76,7 +82,7 @@ class UnitBytes:
 
     def held(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
         """Return the parameters of a rank with these stages, a tied one once."""
-        key = tuple(stages)
+        key = self.alike(stages)
         if key not in self._held:
             found: dict[object, Held] = {}
             for first, after in stages:
@@ -84,6 +90,15 @@ class UnitBytes:
                     found.setdefault(held.tied or len(found), held)
             self._held[key] = tuple(found.values())
         return self._held[key]
+
+    def alike(self, stages: Sequence[Run]) -> tuple[Run, ...]:
+        """Return, of all stages that were asked for and hold the same as these, the first."""
+        return tuple(map(self._runs.first, stages))
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """A number for each unit; those that hold the same, of the same name where it is tied, have the same."""
+        return self._runs.numbers
 
     def memory(
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
@@ -131,7 +146,8 @@ class UnitBytes:
     def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
         """Return what does not depend on the batch of a rank's memory."""
         mine = tuple(stages[place] for place in own)
-        if mine not in self._constants:
+        key = self.alike(mine)
+        if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
             held = self.held(mine)
             elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
@@ -143,10 +159,10 @@ class UnitBytes:
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
-            self._constants[mine] = _Constant(
+            self._constants[key] = _Constant(
                 memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units)
             )
-        return self._constants[mine]
+        return self._constants[key]
 
     @property
     def _gathered_for_step(self) -> bool:
@@ -314,6 +330,17 @@ class RunBytes:
             message=received[:, None] + np.array(returned, dtype=float)[None, :],
             own=np.asarray(column["inside"] + between),
         )
+
+
+def _equal_runs(units: Sequence[Unit]) -> EqualRuns:
+    """Return which runs of ``units`` hold the same; one with a tied parameter is like no other, as it matters which stages have that."""
+    names = Counter(name for unit in units for name in unit.buffers)
+    marks: list[Hashable] = []
+    for place, unit in enumerate(units):
+        buffers = tuple((name if names[name] > 1 else "", nbytes) for name, nbytes in unit.buffers.items())
+        tied = place if any(held.tied is not None for held in unit.held) else None
+        marks.append((unit.held, unit.kind.sends, buffers, tuple(unit.inputs.items()), unit.cache, tied))
+    return EqualRuns(marks)
 
 
 def _returned(unit: Unit, rows: int) -> int:

@@ -170,7 +170,7 @@ class CandidatePrices:
     def savings(self, candidate: Candidate) -> UnitSavings:
         """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups."""
         compute, rows = program_mesh(self.program, candidate.mesh), candidate.microbatch_size
-        key = compute, self.known(candidate).compute_groups, rows, candidate.split_points, self._joined(candidate)
+        key = compute, self.known(candidate).groups, rows, candidate.split_points, self._joined(candidate)
         if key not in self._savings:
             pricing = functools.partial(self.known, candidate)
             running = functools.partial(self._running, candidate)
