@@ -32,6 +32,7 @@ def test_runs_are_alike_where_their_units_and_the_one_before_are(marks: list[str
         assert all(runs.first(other) == like for other in every if seen(other) == seen(run))
 
 
+@pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize("name", ["gpt", "llama", "t5", "resnet_batchnorm"])
 @pytest.mark.parametrize(("zero", "pp"), [(0, 2), (1, 4), (3, 1), (3, 2)])
 def test_steps_cost_what_they_cost_without(name: str, zero: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
