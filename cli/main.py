@@ -15,7 +15,6 @@ import contextlib
 import gc
 import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -24,13 +23,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from graphpar.cli.commands import COMMANDS, build_parser
-from graphpar.cli.output import CHECK_FAILED, OUR_BUG, USER_ERROR, Result, stdout_console, stdout_to_stderr
+from graphpar.cli.output import (
+    CHECK_FAILED,
+    OUR_BUG,
+    USER_ERROR,
+    Result,
+    discard_stdout,
+    prepare_streams,
+    stdout_console,
+    stdout_to_stderr,
+    writing_stdout,
+)
 from graphpar.errors import GraphparError
 from graphpar.text import listed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    prepare_streams()
     try:
         options = build_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed the help (0) or what is wrong (2)
@@ -39,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections(), _ended_by_signals():
             result: Result = COMMANDS[options.command].run(options)
-        if options.json:
-            print(json.dumps(_finite(result.data), allow_nan=False))
-        else:
-            result.show(stdout_console())
+        with writing_stdout():
+            if options.json:
+                print(json.dumps(_finite(result.data), allow_nan=False))
+            else:
+                result.show(stdout_console())
         return result.code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone, e.g. `| head`
+        discard_stdout()  # the reader has gone, e.g. `| head`
         return 0
     except KeyboardInterrupt as stopped:
         print(_interrupted(options.command, options.written), file=sys.stderr)
@@ -121,9 +132,23 @@ def _failed(error: Exception) -> int:
     if (runtime := sys.modules.get("graphpar.runtime.errors")) is not None and isinstance(error, runtime.LaunchError):
         print(f"{error.details}\nerror: {error}".lstrip(), file=sys.stderr)
         return CHECK_FAILED
+    if _no_room(error):
+        what = getattr(error, "filename", None) or "Standard output or a file"
+        print(f"error: {what} can't be written: {getattr(error, 'strerror', error)}.", file=sys.stderr)
+        discard_stdout()
+        return USER_ERROR
     traceback.print_exception(error)
     print("error: this is a bug in graphpar, or something that it should have refused with a message.", file=sys.stderr)
     return OUR_BUG
+
+
+def _no_room(error: Exception) -> bool:
+    """Tell whether a disk is full, or takes nothing."""
+    if not isinstance(error, OSError):
+        return False
+    from graphpar.runtime.errors import NO_ROOM
+
+    return error.errno in NO_ROOM
 
 
 def _is_for_user(error: Exception) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -32,16 +34,50 @@ class Result:
     code: int = DONE
 
 
+def prepare_streams() -> None:
+    """Make standard streams that take everything: closed ones become the null device, and a character that one lacks a question mark."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, as by `>&-`; the next file opened gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  it stays open
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  it stays open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def discard_stdout() -> None:
+    """Send what standard output still holds, and all that follows, to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@contextlib.contextmanager
+def writing_stdout() -> Iterator[None]:
+    """Write what the block prints to the end.
+
+    Raises:
+        GraphparError: standard output doesn't take it, such as a file on a full disk.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is not None:  # of another file
+            raise
+        discard_stdout()
+        raise GraphparError(f"Standard output can't be written: {error.strerror or error}.") from error
+
+
 def stdout_console() -> Console:
-    """Make a console on standard output: as wide as the terminal or as COLUMNS says, or 100 columns where there is neither."""
+    """Make a console on standard output: as wide as the terminal or as COLUMNS says, or 100 columns where neither says it."""
     from rich.console import Console
 
-    return Console(
-        width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 100,
-        highlight=False,
-        emoji=False,
-        markup=False,
-    )
+    return Console(width=shutil.get_terminal_size((100, 25)).columns, highlight=False, emoji=False, markup=False)
 
 
 def print_wrapped(console: Console, lines: Iterable[str]) -> None:
@@ -122,12 +158,19 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def write_text(path: str | Path, text: str, written: list[str]) -> None:
-    """Write a file that the user asked for; its folder must exist. Its path is added to ``written``."""
+    """Write a file that the user asked for, whole or not at all; its folder must exist. Its path is added to ``written``."""
     check_writable(path)
+    target = Path(os.path.realpath(path))
+    whole = target if target.exists() and not target.is_file() else target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        Path(path).write_text(text)
+        whole.write_text(text, encoding="utf-8")
+        if whole is not target:
+            whole.replace(target)
     except OSError as error:
         raise GraphparError(f"{path} can't be written: {error.strerror or error}.") from error
+    finally:
+        if whole is not target:
+            whole.unlink(missing_ok=True)
     written.append(str(path))
 
 

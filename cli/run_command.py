@@ -127,7 +127,7 @@ def launch(
                     f"{error.message}{_memory_text(plan)}", error.rank, error.details, signal=error.signal
                 ) from None
             raise
-        written = json.loads(history.read_text()) if history.is_file() else []
+        written = json.loads(history.read_text(encoding="utf-8")) if history.is_file() else []
     data = {
         "out": str(folder),
         "devices": devices,
@@ -195,11 +195,11 @@ def prepare(folder: Path, program: Manifest) -> None:
     wants_batch = program.mode != GENERATE and not batch.is_file()
     if weights.is_dir() and (not wants_batch or not named):
         return
-    from safetensors.torch import save_file
 
     from graphpar.codegen.saving import record
     from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
     from graphpar.parts import untied
+    from graphpar.runtime.tensor_file import save_tensors
 
     if not named:
         raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")
@@ -210,14 +210,14 @@ def prepare(folder: Path, program: Manifest) -> None:
             return
         raise
     if wants_batch:
-        save_file(example_batch(file, program.inputs), str(batch))
+        save_tensors(example_batch(file, program.inputs), batch)
         record(folder, ["batch.safetensors"])
     if not weights.is_dir():
         with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as scratch, progress("building the weights"):
             state = untied(initial_weights(file))
             inner = Path(scratch) / "weights"
             inner.mkdir()
-            save_file(state, str(inner / "model.safetensors"))
+            save_tensors(state, inner / "model.safetensors")
             os.rename(inner, weights)
             record(folder, ["weights/model.safetensors"])
 

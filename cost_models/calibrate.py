@@ -150,13 +150,13 @@ def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], f
     """Return the rows, and the share of measurements that others disturbed."""
     with tempfile.TemporaryDirectory(prefix="graphpar_calibrate_") as scratch:
         folder = Path(scratch)
-        (folder / "request.json").write_text(json.dumps(asdict(request)))
+        (folder / "request.json").write_text(json.dumps(asdict(request)), encoding="utf-8")
         env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
         torchrun(
             "graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S + request.patience_s, env=env, module=True,
             folders=[scratch],
         )  # fmt: skip
-        found = json.loads((folder / "rows.json").read_text())
+        found = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
     return [Row(**{**row, "shape": tuple(row["shape"])}) for row in found["rows"]], found["disturbed"]
 
 
@@ -184,7 +184,9 @@ def _name(kind: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    found = re.search(
+        r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8") if info.is_file() else "", re.MULTILINE
+    )
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 

@@ -77,7 +77,7 @@ def busy_s() -> float:
         return 0.0
     ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     ticks = 0
-    for name, *counts in (line.split() for line in file.read_text().splitlines()):
+    for name, *counts in (line.split() for line in file.read_text(encoding="utf-8").splitlines()):
         if name in ours:
             user, nice, system, _, _, interrupts, soft, *_ = map(int, counts)
             ticks += user + nice + system + interrupts + soft

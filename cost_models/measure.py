@@ -448,13 +448,13 @@ def _together(call: Call, ranks: Ranks, watch: Watch, budget_s: float) -> float:
 def main(arguments: Sequence[str]) -> None:
     """Run one rank of a launch: read ``request.json`` from the folder, and write ``rows.json`` there."""
     folder = Path(arguments[0])
-    request = Request(**json.loads((folder / "request.json").read_text()))
+    request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     with start(TIMEOUT_S + request.patience_s) as ranks:
         watch = Watch(ranks, request.patience_s)
         rows = measure(request, ranks, watch)
         if ranks.rank == 0:
             found = {"disturbed": watch.disturbed / watch.measured, "rows": [asdict(row) for row in rows]}
-            (folder / "rows.json").write_text(json.dumps(found))
+            (folder / "rows.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.compilation import Compilation
 from graphpar.report.notebook import report_frame
+from graphpar.runtime.tensor_file import save_tensors
 
 
 @dataclass
@@ -68,19 +69,18 @@ class Parts:
         Raises:
             GraphparError: ``folder`` can't be written, holds something else, or holds changed or added files and ``force`` is not set.
         """
-        from safetensors.torch import save_file
 
         def write(scratch: Path) -> None:
             for name, text in self.files.items():
-                (scratch / name).write_text(text)
+                (scratch / name).write_text(text, encoding="utf-8")
                 if name.endswith(".sh"):
                     (scratch / name).chmod(0o755)
             if self.constants:
                 constants = {name: value.contiguous() for name, value in self.constants.items()}
-                save_file(constants, scratch / "constants.safetensors")
+                save_tensors(constants, scratch / "constants.safetensors")
             if weights is not None:
                 (scratch / "weights").mkdir()
-                save_file(untied(weights), scratch / "weights" / "model.safetensors")
+                save_tensors(untied(weights), scratch / "weights" / "model.safetensors")
 
         save_package(folder, write, force)
         return Path(folder)

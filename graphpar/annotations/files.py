@@ -86,14 +86,14 @@ def _from_json(file: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(file.read_text(), object_pairs_hook=checked)
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=checked)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GraphparError(f"{file} is not JSON: {error}.") from None
 
 
 def _from_toml(file: Path) -> Any:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise GraphparError(f"{file} is not TOML: {error}.") from None
 

@@ -17,6 +17,10 @@ set -euo pipefail
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 
 nodes=${{NODES:-{nodes}}} devices=${{DEVICES:-{devices}}}
+if ! [[ $nodes =~ ^[1-9][0-9]*$ && $devices =~ ^[1-9][0-9]*$ ]]; then
+    echo "launch.sh: NODES=$nodes and DEVICES=$devices must be whole numbers above 0" >&2
+    exit 2
+fi
 if ((nodes * devices != {ranks})); then
     echo "launch.sh: the program runs on {ranks} ranks; NODES=$nodes times DEVICES=$devices is $((nodes * devices))" >&2
     exit 2
@@ -25,8 +29,12 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 if ((nodes == 1)); then
     exec torchrun --standalone --nproc-per-node "$devices" {script} "$@"
 fi
+if [[ -z ${{HEAD:-}} ]]; then
+    echo "launch.sh: set HEAD to the name or address of one node, the same on all" >&2
+    exit 2
+fi
 exec torchrun --nnodes "$nodes" --nproc-per-node "$devices" --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
-    --rdzv-endpoint "${{HEAD:?launch.sh: set HEAD to the name or address of one node, the same on all}}:${{PORT:-29500}}" {script} "$@"
+    --rdzv-endpoint "$HEAD:${{PORT:-29500}}" {script} "$@"
 """
 
 _SLURM = """#!/usr/bin/env bash

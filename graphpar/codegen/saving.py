@@ -161,12 +161,12 @@ def record(folder: Path, names: Sequence[str], new: bool = False) -> None:
         return
     hashes = _record(folder) | {name: _hash(folder / name) for name in names}
     text = json.dumps({"written by graphpar": dict(sorted(hashes.items()))}, indent=1) + "\n"
-    (folder / RECORD).write_text(text)
+    (folder / RECORD).write_text(text, encoding="utf-8")
 
 
 def _record(folder: Path) -> dict[str, str]:
     try:
-        return dict(json.loads((folder / RECORD).read_text())["written by graphpar"])
+        return dict(json.loads((folder / RECORD).read_text(encoding="utf-8"))["written by graphpar"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -204,7 +204,7 @@ def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
 def _read(file: Path) -> dict[str, Any]:
     kind = "JSON" if file.suffix.lower() == ".json" else "TOML"
     try:
-        data = (json if kind == "JSON" else tomllib).loads(file.read_text())
+        data = (json if kind == "JSON" else tomllib).loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GraphparError(f"it is no {kind}: {error}.") from None
     if not isinstance(data, dict):

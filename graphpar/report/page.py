@@ -31,8 +31,8 @@ from graphpar.runtime.modes import STEPS
 from graphpar.schedules.simulation import Timeline
 from graphpar.text import bytes_text, count_text, flops_text, indices_text, place_text, seconds_text, share_text
 
-_STYLE = Path(__file__).with_name("page.css").read_text()
-_SCRIPT = Path(__file__).with_name("page.js").read_text()
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _CARRIED = {
     "pp": "results of stages, and their gradients",
     "dp_replicate": "sums of gradients",

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphpar.runtime.distributed import agreed
@@ -25,6 +24,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import joined_all, local_shard, shard_places
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.plan_record import Adapter
+from graphpar.runtime.tensor_file import save_tensors
 from graphpar.runtime.weights import WeightFile, base_name, collected, fill, listed, whole_shape, write_whole
 
 _MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -203,7 +203,7 @@ def write_adapters(adapters: Sequence[Adapter], whole: Mapping[str, Tensor], fol
     """Write adapters as ``peft`` writes them; the tensors appear last."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{_MODEL}.part"
-    save_file(_to_peft(adapters, whole), str(part), metadata={"format": "pt"})
+    save_tensors(_to_peft(adapters, whole), part, metadata={"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(_config(adapters), indent=2) + "\n", encoding="utf-8")
     part.replace(folder / _MODEL)
 

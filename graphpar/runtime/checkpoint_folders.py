@@ -29,7 +29,7 @@ def find(path: str | Path) -> Path:
     """
     folder = Path(path)
     if not (folder / RECORD).is_file() and (folder / LATEST).is_file():
-        folder = folder / (folder / LATEST).read_text().strip()
+        folder = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
     for each in (folder, beside(folder, "old")):  # old: it was being replaced by another of its name
         if (each / RECORD).is_file():
             return each
@@ -67,7 +67,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         RuntimeProgramError: it is damaged, or of another version.
     """
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({error})") from error
     fields = ("format", "step", "time", "data", "seed", "steps_done", "ties", "optimizer", "loss_scale")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -50,6 +49,7 @@ from graphpar.runtime.stored_boxes import (
     tensors_of,
     whole_entry,
 )
+from graphpar.runtime.tensor_file import save_tensors
 from graphpar.runtime.weights import WeightFile, listed, names_by_tie, whole_shape, write_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -191,11 +191,13 @@ def export(path: str | Path, out: Path, max_bytes: int, merged: bool = False) ->
     out.mkdir(parents=True, exist_ok=True)
     for name, shard in zip(names, shards):
         held = read_model(folder, shard) if base is None else {each: base[each].contiguous() for each in shard}
-        save_file(held, str(out / name), metadata={"format": "pt"})
+        save_tensors(held, out / name, metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(size for shard in shards for size in shard.values())
         weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        (out / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2), encoding="utf-8"
+        )
     return {"checkpoint": str(folder), "out": str(out), "files": names, "tensors": sum(map(len, shards))}
 
 

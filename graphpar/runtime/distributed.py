@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from graphpar.runtime.errors import AgreedError, RuntimeProgramError, root_cause
+from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
 
 PEER_LOSS = (
     "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout",
@@ -146,8 +146,11 @@ def fail(error: Exception) -> None:
     if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(GRACE_S)
     rank = int(os.environ.get("RANK", "0"))
-    user = isinstance(cause, RuntimeProgramError)
-    message = str(cause) if user else f"{type(cause).__name__}: {cause}"
+    user, message = isinstance(cause, RuntimeProgramError), str(cause)
+    if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+        user, message = True, f"{cause.filename or 'a file'} can't be written: {cause.strerror}"
+    elif not user:
+        message = f"{type(cause).__name__}: {cause}"
     if secondary:
         cause_text = re.sub(r"^\[.*?\] *", "", str(cause))
         message = f"another rank went away, or was waited for too long ({cause_text})"
@@ -157,7 +160,9 @@ def fail(error: Exception) -> None:
         extra = {"py_callstack": frames + raised, "frames": frames, "timestamp": str(int(time.time()))}
         own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
         own["agreed"] = str(isinstance(cause, AgreedError))
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}))
+        Path(path).write_text(
+            json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}), encoding="utf-8"
+        )
     if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and rank != 0):
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()

@@ -139,7 +139,7 @@ def _parents() -> list[tuple[int, int]]:
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.append((int(file.parent.name), int(file.read_text().rpartition(")")[2].split()[1])))
+            found.append((int(file.parent.name), int(file.read_text(encoding="utf-8").rpartition(")")[2].split()[1])))
     return found
 
 

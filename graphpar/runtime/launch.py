@@ -206,7 +206,7 @@ def _failures(folder: Path) -> list[_Failure]:
     found: list[_Failure] = []
     for path in folder.rglob("error.json"):
         try:
-            message = json.loads(path.read_text())["message"]
+            message = json.loads(path.read_text(encoding="utf-8"))["message"]
             extra = message["extraInfo"]
             found.append(
                 _Failure(

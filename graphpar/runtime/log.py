@@ -251,7 +251,7 @@ class Log:
         if self._bar is not None:
             self._bar.stop()
         if self._history_file is not None:
-            self._history_file.write_text(json.dumps(self._history))
+            self._history_file.write_text(json.dumps(self._history), encoding="utf-8")
         for each in (self._file, self._board):
             if each is not None:
                 each.close()

@@ -16,7 +16,6 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
@@ -24,6 +23,7 @@ from graphpar.runtime.fully_sharded import local, padded
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.tensor_file import save_tensors
 
 LISTED = 8
 """How many names an error lists before it counts the rest."""
@@ -81,7 +81,7 @@ class WeightFile(Mapping[str, Tensor]):
             raise RuntimeProgramError(f"there are no safetensors files in {self.path}")
 
     def _read_index(self, path: Path) -> None:
-        for name, shard in json.loads(path.read_text())["weight_map"].items():
+        for name, shard in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items():
             self._shard_of[name] = path.parent / shard
 
     def _read_shard(self, path: Path) -> None:
@@ -107,7 +107,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         value = tensor.detach().cpu().contiguous()
         owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
         seen.add(owned[name].untyped_storage().data_ptr())
-    save_file(owned, str(path))
+    save_tensors(owned, path)
 
 
 def no_weights(program: Manifest) -> str:
@@ -354,7 +354,7 @@ def write_whole(tensors: dict[str, Tensor], path: str | Path, ties: Sequence[Seq
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    save_file(tensors, str(part), metadata={"format": "pt"})
+    save_tensors(tensors, part, metadata={"format": "pt"})
     part.replace(target)
 
 

@@ -122,7 +122,7 @@ def run_jobs(
 def _reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
     """Read what each rank reported; empty for a rank that ended before."""
     paths = [folder / f"rank_{rank}.json" for rank in range(world_size)]
-    return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
+    return [json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths]
 
 
 def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failure: LaunchError | None) -> JobResult:
@@ -163,13 +163,13 @@ class _Results:
 
     def close(self) -> None:
         """Write the report."""
-        self.folder.with_suffix(".json").write_text(json.dumps(self.report))
+        self.folder.with_suffix(".json").write_text(json.dumps(self.report), encoding="utf-8")
 
 
 def _run(folder: Path, ranks: Ranks) -> None:
     results = _Results(folder / f"rank_{ranks.rank}")
     try:
-        job = json.loads((folder / "job.json").read_text())
+        job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         with in_double() if job.get("double") else nullcontext():
             _work(job, ranks, results)
     except AgreedError as error:

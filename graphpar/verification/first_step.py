@@ -38,7 +38,7 @@ class FirstStep:
         """Write it into the emitted ``folder``."""
         (folder / FIRST_STEP).parent.mkdir(exist_ok=True)
         write_tensors(folder / BATCH, self.batch)
-        (folder / FIRST_STEP).write_text(json.dumps(self.values, indent=1) + "\n")
+        (folder / FIRST_STEP).write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
         record(folder, [FIRST_STEP, BATCH])
 
 

@@ -253,7 +253,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "double": double,
         "loss_scale": reference.loss_scale,
     }
-    (job / "job.json").write_text(json.dumps(record))
+    (job / "job.json").write_text(json.dumps(record), encoding="utf-8")
     return folder
 
 
@@ -269,8 +269,8 @@ def _widened(folder: Path, copy: Path) -> Path:
             return {key: names.get(item, item) if key == "dtype" else widened(item) for key, item in value.items()}
         return value
 
-    record = json.loads((copy / "plan.json").read_text())
-    (copy / "plan.json").write_text(json.dumps(record | {"interface": widened(record["interface"])}))
+    record = json.loads((copy / "plan.json").read_text(encoding="utf-8"))
+    (copy / "plan.json").write_text(json.dumps(record | {"interface": widened(record["interface"])}), encoding="utf-8")
     return copy
 
 

@@ -99,6 +99,8 @@ def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     ("variables", "message"),
     [
         ({"NODES": "3"}, "the program runs on 2 ranks; NODES=3 times DEVICES=2 is 6"),
+        ({"DEVICES": "two"}, "NODES=1 and DEVICES=two must be whole numbers above 0"),
+        ({"NODES": "0"}, "NODES=0 and DEVICES=2 must be whole numbers above 0"),
         ({"NODES": "2", "DEVICES": "1"}, "set HEAD to the name or address of one node"),
     ],
 )
@@ -107,4 +109,5 @@ def test_what_is_wrong_is_said_before_anything_starts(program: Path, variables: 
         [program / "launch.sh"], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
     )
 
-    assert ended.returncode != 0 and message in ended.stderr
+    assert ended.returncode == 2 and message in ended.stderr
+    assert ended.stderr.startswith("launch.sh: ") and len(ended.stderr.splitlines()) == 1
