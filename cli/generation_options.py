@@ -73,7 +73,8 @@ def checked(asked: dict[str, Any], folder: Path, program: Manifest) -> dict[str,
         raise GraphparError("There is nothing to continue: give --prompt TEXT or --tokens IDS.")
     prompts: list[list[int]] = []
     if asked.get("prompt"):
-        asked = {"tokenizer": _tokenizer(folder, program), **asked}
+        if "tokenizer" not in asked:
+            asked = {**asked, "tokenizer": _tokenizer(folder, program)}
         texts = text_file(asked["tokenizer"])
         prompts = [texts.encode(prompt) for prompt in asked["prompt"]]
     choice = {name.replace("-", "_"): asked.get(name) for name in _CHOICE if name != "seed"}

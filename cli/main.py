@@ -47,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     options.written = []  # what a command writes, it adds
     try:
-        with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections(), _ended_by_signals():
-            result: Result = COMMANDS[options.command].run(options)
-        with writing_stdout():
-            if options.json:
-                print(json.dumps(_finite(result.data), allow_nan=False))
-            else:
-                result.show(stdout_console())
+        with _ended_by_signals():
+            with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections():
+                result: Result = COMMANDS[options.command].run(options)
+            with writing_stdout():
+                if options.json:
+                    print(json.dumps(_finite(result.data), allow_nan=False))
+                else:
+                    result.show(stdout_console())
         return result.code
     except BrokenPipeError:
         discard_stdout()  # the reader has gone, e.g. `| head`

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,6 +15,7 @@ from graphpar.runtime.modes import GENERATE, INFER, TRAIN
 
 LETTERS = {TRAIN: "b", INFER: "b", GENERATE: "n"}
 """What stands for the size that a program leaves open, by its mode: rows of a microbatch, or positions of a window."""
+_EXPERT_ROWS = re.compile(r"\bE\(\w*\)")
 _letter: ContextVar[str] = ContextVar("letter", default="b")
 
 
@@ -49,7 +51,13 @@ def describe_types(node: fx.Node) -> str:
     return ", ".join(f"{kind}@{axis}" for axis, kind in types.items() if kind is not R)
 
 
-def note_of(node: fx.Node) -> tuple[str, str]:
-    """Return the call of a redistribution and the comment on it: ``all_gather(`` and ``S(1) -> R  [b, 16, 64]``."""
+def note_of(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, str]:
+    """Return the call of a redistribution and the comment on it: ``all_gather(`` and ``S(1) -> R  [b, 16, 64]``.
+
+    ``E(ends)`` names the variable that the call takes, which says where the rows of each expert end.
+    """
     source, target = node.meta["transition"]
-    return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}".rstrip()
+    text = f"{source} -> {target}  {describe_shape(node)}".rstrip()
+    if len(node.args) > 2 and isinstance(ends := node.args[2], fx.Node) and ends in names:
+        text = _EXPERT_ROWS.sub(f"E({names[ends]})", text)
+    return f"{operator_name(node)}(", text

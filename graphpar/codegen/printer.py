@@ -330,6 +330,9 @@ class GraphPrinter:
                 # down(act(gate(x)) * up(x)): what is not the line's result is named by its module.
                 candidates.insert(0, parts[-1])
         candidates.append(short_name(node) if node.op == "call_function" else "hidden")
+        if operator_name(node) == "getitem" and not (source is not None and source.targets):
+            # A part of a result that no line of the user's names: what it is to the function that takes it.
+            candidates = _parameters_of(node) + candidates
         return [_identifier(candidate) for candidate in candidates]
 
     def _moved_from(self, node: fx.Node) -> list[str]:
@@ -432,7 +435,7 @@ class GraphPrinter:
 
     def _notes(self, node: fx.Node) -> list[tuple[str, str]]:
         """The redistributions in a statement, in the order of their calls."""
-        own = [note_of(node)] if "transition" in node.meta else []
+        own = [note_of(node, self.names)] if "transition" in node.meta else []
         inner = (self._notes(argument) for argument in node.all_input_nodes if argument in self.inlined)
         return [*own, *itertools.chain.from_iterable(inner)]
 
@@ -460,6 +463,16 @@ def _written(node: fx.Node) -> fx.Node:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     return node
+
+
+def _parameters_of(node: fx.Node) -> list[str]:
+    """What the functions of gates that take ``node`` call it: ``gate`` or ``up`` of ``swiglu(gate, up)``."""
+    found = []
+    for user in node.users:
+        if getattr(user.target, "__module__", None) == gated.__name__:
+            names = inspect.signature(user.target).parameters  # type: ignore[arg-type]
+            found += [name for name, argument in zip(names, user.args) if argument is node]
+    return found
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -6,6 +6,8 @@
     SIGTERM                     the command is ended first
     the pipe closes             the parent has ended, by any signal: the command is ended, and the folders are removed
 
+Without a command it waits for the pipe to close, and removes the folders.
+
 A script that imports nothing of the package, so that it starts in milliseconds and needs little memory where memory is short.
 On Linux processes whose parents have died become the keeper's, so it finds them, and the command ends with the keeper.
 """
@@ -46,10 +48,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``FOLDER ... -- COMMAND ...`` as the keeper; returns the command's exit status."""
     split = arguments.index("--")
     folders, command = arguments[:split], arguments[split + 1 :]
-    stop = _Stop()
-    signal.signal(signal.SIGTERM, stop)
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    if not command:
+        while os.read(0, 1):
+            pass
+        _remove(folders)
+        return 0
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, stop)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -64,10 +71,14 @@ def main(arguments: Sequence[str]) -> int:
     orphaned = _watch(process, stop)
     _end(process)
     if orphaned:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove(folders)
     code = process.returncode
     return 128 - code if code < 0 else code
+
+
+def _remove(folders: Sequence[str]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _watch(process: subprocess.Popen[bytes], stop: _Stop) -> bool:

@@ -9,7 +9,6 @@ The results of each step are written to files at once: the gradients of one step
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
+from graphpar.runtime.kept_folder import KeptFolder
 from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.random_streams import sample_keys
@@ -75,9 +75,7 @@ class Reference:
     order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
     data: str = ""  # how the batches were made
     again: Callable[[], Reference] | None = None  # the same in float64; None where the model is not run
-    scratch: tempfile.TemporaryDirectory[str] = field(
-        default_factory=lambda: tempfile.TemporaryDirectory(prefix="graphpar-reference-")
-    )
+    scratch: KeptFolder = field(default_factory=lambda: KeptFolder("graphpar-reference-"))
 
     @property
     def folder(self) -> Path:

@@ -74,8 +74,8 @@ def refused(options: list[str], out: Path, capsys: pytest.CaptureFixture[str], m
         (["--tokens", "1", "--weights", "{less}", "--checkpoint", "{out}"], "--checkpoint: not allowed with argument --weights"),
         (["--tokens", "1", "--checkpoint", "{out}"], "is no checkpoint"),
         (["--prompt", "a"], "--prompt needs a tokenizer: there is no tokenizer.json"),
-        (["--prompt", "a", "--tokenizer", "{out}"], "there is no"),
-        (["--prompt", "a", "--tokenizer", "{less}"], "is no tokenizer"),
+        (["--prompt", "a", "--tokenizer", "{out}"], "out/tokenizer.json, the tokenizer of the prompts"),
+        (["--prompt", "a", "--tokenizer", "{less}"], "less.safetensors is no tokenizer"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )  # fmt: skip
@@ -93,6 +93,26 @@ def test_a_wrong_option_is_one_sentence_before_anything_starts(
     places = {"other": tmp_path / "other.safetensors", "less": tmp_path / "less.safetensors", "out": out}
     found = refused([option.format(**places) for option in options], out, capsys, monkeypatch)
     assert sentence in found
+
+
+def test_a_tokenizer_that_is_named_is_used(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"of": 4, "man": 7, "?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    started: list[list[str]] = []
+
+    def launched(script: Path, arguments: list[str], **options: Any) -> LaunchResult:
+        started.append(arguments)
+        Path(arguments[arguments.index("--json") + 1]).write_text("{}")
+        return LaunchResult(seconds=1.0, stdout="", stderr="")
+
+    monkeypatch.setattr("graphpar.runtime.launch.torchrun", launched)
+    assert main(["run", str(out), "--prompt", "of man", "--tokenizer", str(tmp_path / "words.json"), "--json"]) == 0
+    assert f"--tokenizer={tmp_path / 'words.json'}" in started[0] and "--prompt=of man" in started[0]
 
 
 def test_json_has_prompts_tokens_and_their_rate(
