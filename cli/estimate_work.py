@@ -70,9 +70,10 @@ def estimate_plan(options: argparse.Namespace) -> Result:
 
 def _grown(record: dict[str, Any], parameters: int) -> list[str]:
     """Warn of a plan that was made for the model at another size, which is legal."""
-    before = record.get("report", record).get("model", {})
+    report = record.get("report", record)
+    before = report.get("model") if isinstance(report, dict) else None
     count = before.get("parameters") if isinstance(before, dict) else None
-    if count in (None, parameters):
+    if not isinstance(count, int) or count == parameters:
         return []
     return [f"The plan was made for a model of {count_text(count)} parameters; this one has {count_text(parameters)}."]
 

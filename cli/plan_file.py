@@ -51,7 +51,7 @@ def reading_report(file: Path) -> Iterator[None]:
         yield
     except GraphparError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
         what = f"it lacks {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
         raise GraphparError(f"The report in {file} can't be read: {what}. Compile the model again.") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -50,7 +51,7 @@ def build(model: ModelLike) -> Built:
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     tape = Tape()
     try:
-        with fake, tape, OffMeta(), _shared_by_copies(), _converted_in_place(fake):
+        with fake, tape, OffMeta(), _shared_by_copies(), _converted_in_place(fake), _copied_in_silence():
             built = model()
     except Exception:
         with OffMeta():
@@ -68,6 +69,14 @@ def _with_values_apart(
         return model, fake, tape
     fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     return off_meta(model, fake), fake, tape
+
+
+@contextlib.contextmanager
+def _copied_in_silence() -> Iterator[None]:
+    """Leave out torch's warning that ``copy.deepcopy`` looks at the address of a fake tensor, of which no one makes use."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
 
 
 def needed_arguments(factory: Callable[..., Any]) -> list[str]:

@@ -323,6 +323,27 @@ def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixt
     assert "its mesh has no axis" in edited(lambda copy: copy.update(mesh={"pp": 1}))
 
 
+@pytest.mark.parametrize(
+    ("change", "command"),
+    [
+        (lambda record: record.update(report="x"), ["report"]),
+        (lambda record: record["report"]["predicted"]["conditions"].update(action_s=1e308), ["report", "--html", "a.html"]),
+        (lambda record: record["report"]["predicted"].update(stages=3), ["report"]),
+    ],
+    ids=["report", "overflow", "stages"],
+)  # fmt: skip
+def test_a_report_that_was_damaged_is_a_sentence(
+    change: Callable[[dict[str, Any]], None], command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out", "--no-weights")
+    record = json.loads((folder / "out" / "plan.json").read_text())
+    change(record)
+    (folder / "out" / "plan.json").write_text(json.dumps(record))
+    assert "Compile the model again." in message(capsys, command[0], "out", *command[1:])
+    if record["report"] == "x":  # the plan is whole, so its price is that of today
+        assert json.loads(output(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--json"))["predicted"]
+
+
 def test_shard_plans_of_the_model_file_and_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command's replaces the model file's; a mesh without tp has no use for either."""
     (folder / "model.py").write_text(LINEAR + "shard_plan = {'0.weight': 'S(0)@tp', '1.weight': 'S(1)@tp'}\n")
