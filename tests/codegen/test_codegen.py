@@ -346,6 +346,17 @@ def test_every_transition_with_room_says_what_it_does(name: str) -> None:
     assert noted > 2 and not missed
 
 
+@pytest.mark.parametrize(("mesh", "variable"), [({"ep": 2}, "ends"), ({"dp_expert": 2}, "exchange")])
+def test_experts_have_names_that_a_reader_knows(mesh: dict[str, int], variable: str) -> None:
+    """Parts of a gate are called as the gate calls them, and a comment on expert rows names a variable of the code."""
+    program = example("mixtral")
+    text = gp.partition(program, gp.plan(program, mesh=mesh)).files["blocks.py"]
+    assert re.search(r"^ +gate, up = \w+\.chunk\(2, -1\)$", text, re.MULTILINE) and "swiglu(gate, up)" in text
+    assert "getitem" not in text
+    assert set(re.findall(r"\bE\((\w+)\)", text)) == {variable}
+    assert re.search(rf"^ +{variable} = ", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_dropout"])
 def test_init_says_how_parameters_lie(name: str) -> None:
     """Each parameter's comment says what the plan does."""
