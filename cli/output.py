@@ -205,6 +205,8 @@ def program_folder(path: str | Path) -> Path:
         return folder
     if folder.is_dir():
         raise GraphparError(f"{folder} holds no graphpar program: there is no plan.json in it.")
+    if folder.exists():
+        raise GraphparError(f"{folder} is a file; name the folder that graphpar compile wrote.")
     parent = folder.parent
     others = [entry.name for entry in parent.iterdir() if (entry / "plan.json").is_file()] if parent.is_dir() else []
     raise GraphparError(f"There is no folder {folder}.{near_match(folder.name, others)}")

@@ -167,6 +167,8 @@ def _execute(resolved: Path, shown: Path) -> ModuleType:
 
 
 def _import_dotted(name: str) -> ModuleType:
+    if Path(name).is_dir() and not (Path(name) / "__init__.py").is_file():
+        raise GraphparError(f"{name} is a folder; name the Python file in it that holds the model.")
     with _importable(Path.cwd()):
         try:
             found = importlib.util.find_spec(name)

@@ -323,6 +323,19 @@ def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixt
     assert "its mesh has no axis" in edited(lambda copy: copy.update(mesh={"pp": 1}))
 
 
+def test_a_file_in_the_place_of_a_folder_and_a_folder_in_that_of_a_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "notes.txt").write_text("a")
+    (folder / "models").mkdir()
+    for command in ("run", "verify", "check"):
+        assert "notes.txt is a file; name the folder that graphpar compile wrote." in message(
+            capsys, command, "notes.txt"
+        )
+    assert "models is a folder; name the Python file in it" in message(capsys, "compile", "models")
+    assert "models is a folder; name the Python file in it" in message(capsys, "compile", "./models")
+
+
 @pytest.mark.parametrize(
     ("change", "command"),
     [
@@ -883,4 +896,6 @@ def test_compile_says_what_each_step_took(folder: Path, traced_anew: None, capsy
     assert {"requires", "ensures", "conflicts", "checked_by", "seconds"} <= steps["share_loss"].keys()
     assert all(row["seconds"] >= 0 for row in steps.values())
     total = sum(row["seconds"] for row in steps.values())
-    assert 0.5 < total / data["seconds"]["total"] <= 1 + 1e-6  # what is between them waits where the machine is loaded
+    rounding = 5e-5 * (len(steps) + 1)
+    assert 0.5 < total / data["seconds"]["total"]  # what is between them waits where the machine is loaded
+    assert total <= data["seconds"]["total"] + rounding
