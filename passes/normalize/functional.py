@@ -41,7 +41,7 @@ def functionalize(program: Program) -> Program:
     """Replace in-place operators, except on buffers.
 
     Raises:
-        GraphparError: a parameter is written, or a tensor whose views can't be followed.
+        GraphparError: a parameter or a constant is written, or a tensor whose views can't be followed.
     """
     if any(_out(node) is not None for node in program.graph.nodes):
         program = program.with_graph(_out_as_copies(program.graph))
@@ -182,7 +182,7 @@ class _Functionalizer:
         self.memory: dict[int, fx.Node] = {}  # the base in each storage
         self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't invert
         self.differentiable: set[fx.Node] = set()
-        self.writes_left = _buffer_writes(program)
+        self.writes_left = buffer_writes(program)
         self.snapshots: dict[tuple[fx.Node, int], fx.Node] = {}  # of a view of a buffer, with so many writes left
 
     def rewrite(self) -> fx.Graph:
@@ -296,6 +296,12 @@ class _Functionalizer:
                 f"The model writes the parameter {str(base.target)!r} in place{where(node)}; a program can change parameters "
                 "only through their gradients. Do it between steps, or make it a buffer."
             )
+        if base.op == "get_attr":
+            raise GraphparError(
+                f"The model writes the tensor {str(base.target)!r} in place{where(node)}, which is no buffer: a program would begin each "
+                "step with the value that it had when it was traced. Make it a buffer with register_buffer (persistent=False leaves it "
+                "out of checkpoints), or write to a copy of it."
+            )
         if base in self.unclear:
             raise GraphparError(
                 f"The model writes in place to memory that is seen through several tensors{where(node)}; write the result to a "
@@ -399,8 +405,8 @@ def _written_names(node: fx.Node, program: Program) -> list[str]:
     return names
 
 
-def _buffer_writes(program: Program) -> dict[str, int]:
-    """Return how often each buffer is written."""
+def buffer_writes(program: Program) -> dict[str, int]:
+    """Return how often each buffer is written, directly or through views."""
     return Counter(name for node in program.graph.nodes for name in _written_names(node, program))
 
 
