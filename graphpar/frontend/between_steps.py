@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
-from graphpar.passes.normalize.functional import buffer_writes
 
 _HOW = "Make it a buffer with register_buffer, and write to it in place (persistent=False leaves it out of checkpoints)"
 
@@ -99,13 +98,27 @@ def _spelled(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
 
 
+def _written(program: Program) -> list[str]:
+    """Return the buffers that operators write, or what was made of them: what follows by first operands counts."""
+    names = []
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        source: Any = node
+        while isinstance(source, fx.Node) and source.op == "call_function":
+            source = source.args[0] if source.args else None
+        mutable = node.op == "call_function" and schema is not None and schema.is_mutable
+        if mutable and isinstance(source, fx.Node) and str(source.target) in program.buffers:
+            names.append(str(source.target))
+    return names
+
+
 def check_memory(program: Program, model: nn.Module) -> None:
     """Refuse a buffer that is written and shares memory with another tensor that is not the same as a whole.
 
     Raises:
         GraphparError: there is one.
     """
-    written = buffer_writes(program)
+    written = _written(program)
     if not written:
         return
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
