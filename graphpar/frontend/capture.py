@@ -27,6 +27,14 @@ from torch.utils._pytree import tree_unflatten
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
 from graphpar.frontend.adapters import with_adapters
+from graphpar.frontend.between_steps import (
+    a_step_later,
+    check_memory,
+    check_same,
+    check_tensors,
+    noted,
+    numbers,
+)
 from graphpar.frontend.build import Built, build
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
@@ -83,6 +91,10 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
 def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | None]) -> Program:
     request = make_request(source, *built, batch_dims)
     program = _with_own_loss(request)
+    check_memory(program, request.model)
+    if changed := numbers(request.assigned):
+        with a_step_later(changed):
+            check_same(changed, program, _trace(request))
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
@@ -172,6 +184,7 @@ class _Traced(nn.Module):
         args, kwargs = cast_floating((args, kwargs), dtype)
         with (
             _assignments_as_writes(request.model),
+            noted(request.model, request.assigned),
             _once(self),
             EqualMasks(),
             OffMeta(),
@@ -317,6 +330,7 @@ def _exported(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
         )
     assert training == [module.training for module in traced.modules()]
+    check_tensors(request.assigned, exported.constants)
     check_collectives(exported)
     return exported, regions
 

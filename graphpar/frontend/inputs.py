@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.frontend.between_steps import Assigned
 from graphpar.frontend.deferred import Tape
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
@@ -44,6 +45,7 @@ class Request:
     scalar: str | None = None  # that one; filled by the trace
     scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
+    assigned: list[Assigned] = dataclasses.field(default_factory=list)  # filled by the trace: what the forward assigned
 
 
 def make_request(

@@ -1,13 +1,16 @@
 """``functionalize``: in-place operators on values become operators that return a new value.
 
-Writes to buffers (BatchNorm's statistics and counters) stay: they are effects on the module's state. A write through a view is
-written back to the tensor that was viewed:
+Writes to buffers (BatchNorm's statistics and counters) stay: they are effects on the module's state. What reads a buffer before such a
+write reads a copy of its own, so that no later pass takes the old value for the new one. A write through a view is written back to
+the tensor that was viewed:
 
-    y = x[:, 0]; y.add_(1)      ->    y = x[:, 0] + 1;  x = select_scatter(x, y, 1, 0)
+    y = x[:, 0]; y.add_(1)                          ->    y = x[:, 0] + 1;  x = select_scatter(x, y, 1, 0)
+    old = self.mean * 1; self.mean.mul_(0.9)        ->    old = self.mean.clone() * 1;  self.mean.mul_(0.9)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +41,11 @@ def functionalize(program: Program) -> Program:
     """Replace in-place operators, except on buffers.
 
     Raises:
-        GraphparError: a parameter is written, or a tensor whose views can't be followed.
+        GraphparError: a parameter or a constant is written, or a tensor whose views can't be followed.
     """
     if any(_out(node) is not None for node in program.graph.nodes):
         program = program.with_graph(_out_as_copies(program.graph))
-    if not any(is_inplace(node) for node in program.graph.nodes):
+    if not written_buffers(program.graph) and not any(is_inplace(node) for node in program.graph.nodes):
         return program
     return program.with_graph(_Functionalizer(program).rewrite())
 
@@ -179,6 +182,8 @@ class _Functionalizer:
         self.memory: dict[int, fx.Node] = {}  # the base in each storage
         self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't invert
         self.differentiable: set[fx.Node] = set()
+        self.writes_left = buffer_writes(program)
+        self.snapshots: dict[tuple[fx.Node, int], fx.Node] = {}  # of a view of a buffer, with so many writes left
 
     def rewrite(self) -> fx.Graph:
         """Return the graph without writes to values."""
@@ -187,7 +192,11 @@ class _Functionalizer:
             if is_inplace(node) and not self._writes_buffer(node):
                 self._write(node)
                 continue
-            self.env[node] = self.graph.node_copy(node, self._read)
+            written = _written_names(node, self.program)
+            reads_now = bool(written) or _viewed(node) is not None
+            self.env[node] = self.graph.node_copy(node, self._read if reads_now else self._read_buffers_too)
+            for name in written:
+                self.writes_left[name] -= 1
             if node.op == "output":
                 continue
             parent = _viewed(node)
@@ -235,6 +244,18 @@ class _Functionalizer:
         base = self.aliases[target].base
         return base.op == "get_attr" and str(base.target) in self.program.buffers
 
+    def _read_buffers_too(self, node: fx.Node) -> fx.Node:
+        """Return the new graph's value of ``node``; a copy of what a buffer holds now, where it is written later."""
+        read, alias = self._read(node), self.aliases.get(node)
+        name = str(alias.base.target) if alias is not None and alias.base.op == "get_attr" else None
+        left = self.writes_left.get(name, 0) if name is not None else 0
+        if not left:
+            return read
+        key = (node, left)
+        if key not in self.snapshots:
+            self.snapshots[key] = infer(self.graph.call_function(_aten.clone.default, (read,)), node, same=True)
+        return self.snapshots[key]
+
     def _read(self, node: fx.Node) -> fx.Node:
         """Return the new graph's value of ``node`` after the writes so far."""
         alias = self.aliases.get(node)
@@ -275,6 +296,12 @@ class _Functionalizer:
                 f"The model writes the parameter {str(base.target)!r} in place{where(node)}; a program can change parameters "
                 "only through their gradients. Do it between steps, or make it a buffer."
             )
+        if base.op == "get_attr":
+            raise GraphparError(
+                f"The model writes the tensor {str(base.target)!r} in place{where(node)}, which is no buffer: a program would begin each "
+                "step with the value that it had when it was traced. Make it a buffer with register_buffer (persistent=False leaves it "
+                "out of checkpoints), or write to a copy of it."
+            )
         if base in self.unclear:
             raise GraphparError(
                 f"The model writes in place to memory that is seen through several tensors{where(node)}; write the result to a "
@@ -292,8 +319,8 @@ class _Functionalizer:
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
         name = operator_name(node)
         before = value_of(target)
-        args = [target, *(fx.map_arg(a, self._read) for a in node.args[1:])]
-        kwargs = fx.map_arg(dict(node.kwargs), self._read)
+        args = [target, *(fx.map_arg(a, self._read_buffers_too) for a in node.args[1:])]
+        kwargs = fx.map_arg(dict(node.kwargs), self._read_buffers_too)
         if name == "copy_":
             source = args[1]
             if value_of(source).dtype != before.dtype:  # type: ignore[arg-type]
@@ -362,6 +389,25 @@ class _Functionalizer:
         raise GraphparError(
             f"The model writes in place through a view made by {name!r}{where(cause)}; write the result to a new tensor instead."
         )
+
+
+def _written_names(node: fx.Node, program: Program) -> list[str]:
+    """Return the buffers that an operator writes, directly or through views."""
+    targets = [node.args[0]] if is_inplace(node) else []
+    if operator_name(node) == "batch_norm" and node.args[5]:
+        targets = list(node.args[3:5])
+    names = []
+    for target in targets:
+        while isinstance(target, fx.Node) and target.op == "call_function":
+            target = target.args[0] if is_inplace(target) else _viewed(target)
+        if isinstance(target, fx.Node) and target.op == "get_attr" and str(target.target) in program.buffers:
+            names.append(str(target.target))
+    return names
+
+
+def buffer_writes(program: Program) -> dict[str, int]:
+    """Return how often each buffer is written, directly or through views."""
+    return Counter(name for node in program.graph.nodes for name in _written_names(node, program))
 
 
 def _memory(node: fx.Node) -> int | None:

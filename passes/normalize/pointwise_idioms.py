@@ -34,6 +34,8 @@ _ACTIVATIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
 _MOST = 14
 """Operators of an activation."""
 _OFF = 1e-8
+_SURE = 80.0
+"""Numbers up to which a written activation must not overflow; beyond, ``x * exp(x) / (1 + exp(x))`` does."""
 """Constants are written with ten digits."""
 
 
@@ -104,14 +106,14 @@ def _written(x: fx.Node, region: list[fx.Node]) -> Written:
 @cache
 def _named(written: Written) -> int | None:
     """Return which activation ``written`` computes; layers share the answer."""
-    numbers = torch.cat(
-        [torch.linspace(-12, 12, 4001, dtype=torch.float64), torch.tensor([-80.0, 80.0], dtype=torch.float64)]
-    )
+    large = torch.logspace(1, 30, 291, dtype=torch.float64)  # where a bound, as of clamp(max=100), would show
+    numbers = torch.cat([torch.linspace(-12, 12, 4001, dtype=torch.float64), -large, large])
     results = [numbers]
     for target, args in written:
         results.append(target(*(results[item[0]] if isinstance(item, tuple) else item for item in args)))
     for place, (target, options) in enumerate(_ACTIVATIONS):
         off = (results[-1] - target(numbers, **options)).abs()
-        if bool((off <= _OFF * (1 + numbers.abs())).all()):
+        overflows = ~results[-1].isfinite() & (numbers.abs() > _SURE)
+        if bool(((off <= _OFF * (1 + numbers.abs())) | overflows).all()):
             return place
     return None

@@ -169,6 +169,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "SiLU": lambda x: x * torch.sigmoid(x),
     "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
+    "SiLU that overflows": lambda x: x * (torch.exp(x) / (1 + torch.exp(x))),
 }
 NO_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
@@ -176,6 +177,8 @@ NO_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda x: x * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "of two values": lambda x: x * torch.sigmoid(x.flip(-1)),
     "square": lambda x: x * x,
+    "with a bound": lambda x: x.clamp(max=100) * torch.sigmoid(x),
+    "with a bound far out": lambda x: (x * 1e-6).clamp(-1, 1) * 1e6 * torch.sigmoid(x),
 }
 
 

@@ -267,6 +267,71 @@ def test_written_buffers_keep_their_values_and_order() -> None:
         assert any(f"{name!r} once a microbatch" in line for line in map(str, last.couplings))
 
 
+class _Read(nn.Module):
+    """Reads a buffer by ``read`` before it is written, and again after."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.read = nn.Linear(8, 8), read
+        self.register_buffer("average", torch.arange(1.0, 9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.read(self.average)
+        self.average.mul_(torch.arange(8.0))
+        return self.linear(x) * before * self.read(self.average)
+
+
+def _into_new(value: Tensor) -> Tensor:
+    made = torch.zeros(8)
+    made[:] = value
+    return made
+
+
+def _into_rows(value: Tensor) -> Tensor:
+    made = torch.zeros(2, 8)
+    made[:, :] = value
+    return made.sum(0)
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plus nothing": lambda value: value + 0,
+    "times one": lambda value: value * 1,
+    "by one": lambda value: value / 1,
+    "cast": lambda value: value.to(torch.float32, copy=True),
+    "joined": lambda value: torch.cat([value]),
+    "joined with nothing": lambda value: torch.cat([torch.empty(0), value]),
+    "written into": _into_new,
+    "written into rows": _into_rows,
+    "copied into": lambda value: torch.zeros(8).copy_(value),
+    "twice": lambda value: value * 2,
+    "repeated": lambda value: value.repeat(1),
+    "true": lambda value: ((value > 7) & torch.ones(8, dtype=torch.bool)).float() + 1,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_was_read_of_a_buffer_before_a_write_is_the_old_value(name: str) -> None:
+    example = Case(_Read(READS[name]), (X,), {}, F.mse_loss, (T,))
+    assert_same(run(example.export(), example), eager(example))
+
+
+class _Normed(_Read):
+    """The mean of squares is that of the buffer before the write, what it divides the one after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.average.pow(2).mean(-1, keepdim=True)
+        self.average.mul_(torch.arange(8.0))
+        return self.linear(x) * (self.average * torch.rsqrt(squares + 1e-3))
+
+
+def test_a_norm_of_two_values_of_a_buffer_is_no_norm() -> None:
+    example = Case(_Normed(torch.clone), (X,), {}, F.mse_loss, (T,))
+    program = example.export()
+    assert not program.idioms
+    assert_same(run(program, example), eager(example))
+
+
 # ---- regions ---------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,98 @@
+"""What a model keeps between steps in other places than buffers is refused, where it computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphpar as gp
+
+
+class _Keeps(nn.Module):
+    """``keep(self)`` in the forward returns a number or tensor that the result is multiplied by."""
+
+    def __init__(self, keep: Callable[[_Keeps], Tensor | float]) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(8, 8), keep
+        self.count, self.on, self.plain, self.several = 1, False, torch.ones(8), [torch.ones(8)]
+        self.seen: Tensor | None = torch.zeros(())
+        self.register_buffer("all", torch.ones(8))
+        self.register_buffer("some", torch.ones(8))
+        self.register_buffer("first", self.all[:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.keep(self)).square().mean()
+
+
+def _counted(model: _Keeps) -> float:
+    model.count += 1
+    return float(model.count)
+
+
+def _switched(model: _Keeps) -> float:
+    model.on = not model.on
+    return 2.0 if model.on else 3.0
+
+
+def _assigned(model: _Keeps) -> Tensor:
+    model.plain = model.plain * 2
+    return model.plain
+
+
+def _written(model: _Keeps) -> Tensor:
+    return model.plain.mul_(2)
+
+
+def _element(model: _Keeps) -> Tensor:
+    return model.several[0].mul_(2)
+
+
+def _one_memory(model: _Keeps) -> Tensor:
+    model.all.mul_(2)
+    return model.first.sum()
+
+
+def _one_memory_by_the_other(model: _Keeps) -> Tensor:
+    model.first.mul_(2)
+    return model.all
+
+
+REFUSED: dict[Callable[[_Keeps], Tensor | float], str] = {
+    _counted: r"assigns its attribute 'count' of _Keeps in the forward \(1 becomes 2\).*register_buffer",
+    _switched: r"assigns its attribute 'on' of _Keeps in the forward",
+    _assigned: r"assigns its attribute 'plain' of _Keeps in the forward, and computes with it",
+    _written: r"writes the tensor 'plain' in place.*which is no buffer",
+    _element: r"in place.*which is no buffer",
+    _one_memory: r"writes the buffer 'all' in place, which shares memory with 'first'",
+    _one_memory_by_the_other: r"writes the buffer 'first' in place, which shares memory with 'all'",
+}
+
+
+@pytest.mark.parametrize("keep", REFUSED)
+def test_state_that_a_trace_would_fix_is_refused(keep: Callable[[_Keeps], Tensor | float]) -> None:
+    with pytest.raises(gp.GraphparError, match=f"(?s){REFUSED[keep]}"):
+        gp.export(_Keeps(keep), (torch.randn(4, 8),))
+
+
+def _counted_alone(model: _Keeps) -> float:
+    model.count += 1
+    return 2.0
+
+
+def _shown(model: _Keeps) -> Tensor:
+    model.seen = model.linear.weight.sum()
+    return model.some * 2
+
+
+def _other_buffer(model: _Keeps) -> Tensor:
+    return model.some.mul_(2)
+
+
+@pytest.mark.parametrize("keep", [_counted_alone, _shown, _other_buffer])
+def test_what_nothing_is_computed_with_may_change(keep: Callable[[_Keeps], Tensor | float]) -> None:
+    model = _Keeps(keep)
+    gp.export(model, (torch.randn(4, 8),))
+    assert model.count == 1
