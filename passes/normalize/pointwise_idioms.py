@@ -34,9 +34,9 @@ _ACTIVATIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
 _MOST = 14
 """Operators of an activation."""
 _OFF = 1e-8
+"""Constants are written with ten digits."""
 _SURE = 80.0
 """Numbers up to which a written activation must not overflow; beyond, ``x * exp(x) / (1 + exp(x))`` does."""
-"""Constants are written with ten digits."""
 
 
 def activation(node: fx.Node, masks: Masks) -> bool:
