@@ -359,11 +359,17 @@ def copy_written(graph: fx.Graph, again: Collection[str]) -> None:
     for call in [node for node in graph.nodes if node.op == "call_module" and node.target in again]:
         for argument in call.all_input_nodes:
             read = argument
-            while read.op == "call_function" and read.args and isinstance(read.args[0], fx.Node):
-                read = read.args[0]  # the argument may be a view
+            while _may_view(read):
+                read = read.args[0]  # type: ignore[assignment]
             if read.op == "get_attr" and read.target in written:
                 with graph.inserting_before(call):
                     call.replace_input_with(argument, _copied(graph, argument))
+
+
+def _may_view(node: fx.Node) -> bool:
+    """Whether the result may be in the memory of the first operand."""
+    first = node.args[0] if node.op == "call_function" and node.args else None
+    return isinstance(first, fx.Node) and operator_name(node) != "clone"
 
 
 def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:

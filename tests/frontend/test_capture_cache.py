@@ -117,7 +117,9 @@ CASES: dict[str, tuple[str, str, Edit, Edit]] = {
         "from sizes import LAYERS",
         "LAYERS",
         lambda patch: Path("sizes.py").write_text("LAYERS = 2"),
-        lambda patch: Path("sizes.py").write_text("LAYERS = 333"[:-2]),
+        lambda patch: Path("sizes.py").write_text(
+            "LAYERS = 3  # other bytes, as Python looks at a file's second and size"
+        ),
     ),
     "a file that it reads": (
         "",
