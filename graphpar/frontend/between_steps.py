@@ -1,53 +1,109 @@
 """State that a model keeps between steps in other places than buffers, which a trace would fix at its first value.
 
-self.count += 1; return x * self.count      a number that the forward assigns and reads: seen in a second trace, with its next value
+self.count += 1; return x * self.count      what the forward assigns and reads: seen in a second trace, which begins with it
 self.scale = self.scale * 2                 a tensor that the forward assigns and reads
+self.past[0] = x                            an element of a list or dict, likewise
 register_buffer("first", self.all[:4])      two buffers in one memory, of which one is written
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 
 _HOW = "Make it a buffer with register_buffer, and write to it in place (persistent=False leaves it out of checkpoints)"
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+_MISSING = object()
+"""In the place of an attribute or element that there is not."""
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """An attribute of a module that a trace assigned."""
+    """An attribute of a module that a trace assigned; ``key``: its element, where it is a list or a dict that stayed."""
 
     module: nn.Module
     name: str
     before: Any
     after: Any
+    key: Any = _MISSING
 
     def __str__(self) -> str:
-        return f"{self.name!r} of {type(self.module).__name__}"
+        element = "" if self.key is _MISSING else f"[{self.key!r}]"
+        return f"{self.name + element!r} of {type(self.module).__name__}"
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a tensor became another one."""
+        return isinstance(self.before, Tensor) and isinstance(self.after, Tensor)
 
 
 @contextlib.contextmanager
 def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
-    """Write to ``into`` which numbers and tensors among attributes of modules the block assigns; torch.export takes it back."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    yield
-    into.clear()
-    for module, attributes in before:
-        for name, value in attributes.items():
-            after = vars(module).get(name)
-            if isinstance(value, Tensor):
-                changed = isinstance(after, Tensor) and after is not value
-            else:
-                changed = isinstance(value, int | float) and type(after) is type(value) and bool(after != value)
-            if changed and name != "training":
-                into.append(Assigned(module, name, value, after))
+    """Write to ``into`` which attributes of modules the block assigns, and which elements of lists and dicts in them.
+
+    Elements are put back at its end; attributes are by torch.export.
+    """
+    before = [
+        (module, {name: (value, _elements(value)) for name, value in _own(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        into.clear()
+        for module, attributes in before:
+            after = _own(module)
+            for name in dict.fromkeys((*attributes, *after)):
+                value, elements = attributes.get(name, (_MISSING, None))
+                now = after.get(name, _MISSING)
+                if elements is not None and now is value:
+                    into += [Assigned(module, name, *change) for change in _changes(elements, _elements(value) or {})]
+                    _put(value, elements)
+                elif not _same(value, now):
+                    into.append(Assigned(module, name, value, now))
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def _elements(value: Any) -> dict[Any, Any] | None:
+    """Return what a list or a dict holds; None of other values."""
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, dict) else None
+
+
+def _put(container: Any, elements: Mapping[Any, Any]) -> None:
+    """Let a list or a dict hold ``elements`` again."""
+    if isinstance(container, list):
+        container[:] = elements.values()
+    else:
+        container.clear()
+        container.update(elements)
+
+
+def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[Any, Any, Any]]:
+    """Return the elements that changed, as (before, after, key)."""
+    every = ((before.get(key, _MISSING), after.get(key, _MISSING), key) for key in dict.fromkeys((*before, *after)))
+    return [each for each in every if not _same(each[0], each[1])]
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    plain = isinstance(before, bool | int | float | str | bytes) and type(before) is type(after)
+    return before is after or (plain and bool(before == after))
 
 
 def check_tensors(changed: Sequence[Assigned], constants: Mapping[str, Any]) -> None:
@@ -57,40 +113,68 @@ def check_tensors(changed: Sequence[Assigned], constants: Mapping[str, Any]) -> 
         GraphparError: there is one.
     """
     for each in changed:
-        if any(each.before is value for value in constants.values()):
+        if each.is_tensor and any(each.before is value for value in constants.values()):
             raise GraphparError(
                 f"The model assigns its attribute {each} in the forward, and computes with it: a program would begin each step with the "
                 f"value that it had when it was traced. {_HOW}."
             )
 
 
-def numbers(changed: Sequence[Assigned]) -> list[Assigned]:
-    """Return those that are numbers."""
-    return [each for each in changed if not isinstance(each.before, Tensor)]
-
-
 @contextlib.contextmanager
-def a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
-    """Set attributes to what the forward left in them."""
+def _a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
+    """Set attributes and elements to what the forward left in them, with other tensors in the place of those of the trace."""
+    modules = {id(each.module): each.module for each in changed}.values()
+    before = [(module, dict(vars(module))) for module in modules]
+    containers = [vars(each.module)[each.name] for each in changed if each.key is not _MISSING]
+    held = [(container, _elements(container) or {}) for container in containers]
     for each in changed:
-        setattr(each.module, each.name, each.after)
+        own = vars(each.module)
+        if each.key is _MISSING:
+            _replace(own, each.name, each.after)
+        else:
+            elements = _elements(own[each.name]) or {}
+            _replace(elements, each.key, each.after)
+            _put(own[each.name], elements)
     try:
         yield
     finally:
-        for each in changed:
-            setattr(each.module, each.name, each.before)
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for container, elements in held:
+            _put(container, elements)
 
 
-def check_same(changed: Sequence[Assigned], program: Program, later: Program) -> None:
-    """Refuse numbers that the forward assigns, where the next step is another program.
+def _replace(values: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is _MISSING:
+        values.pop(key, None)
+    else:
+        values[key] = tree_map(_stand_in, value)
+
+
+def _stand_in(value: Any) -> Any:
+    return torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+def check_same(assigned: Sequence[Assigned], program: Program, trace: Callable[[], Program]) -> None:
+    """Refuse what the forward assigns where the next step, which ``trace`` traces, is another program.
 
     Raises:
         GraphparError: it is.
     """
-    if _spelled(program.graph) != _spelled(later.graph):
+    changed = [each for each in assigned if not each.is_tensor]
+    if not changed:
+        return
+    later: Program | None = None
+    with _a_step_later(changed), contextlib.suppress(Exception):  # what it fails at, the first step does not compute
+        later = trace()
+    if later is None or _spelled(program.graph) != _spelled(later.graph):
+        first = changed[0]
+        plain = all(isinstance(value, int | float) for value in (first.before, first.after))
+        how = f" ({first.before} becomes {first.after})" if plain else ""
         raise GraphparError(
-            f"The model assigns its attribute {changed[0]} in the forward ({changed[0].before} becomes {changed[0].after}), and computes "
-            f"something else then: a program would compute each step as the first. {_HOW}."
+            f"The model assigns its attribute {first} in the forward{how}, and computes something else then: a program would compute "
+            f"each step as the first. {_HOW}."
         )
 
 

@@ -27,14 +27,7 @@ from torch.utils._pytree import tree_unflatten
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
 from graphpar.frontend.adapters import with_adapters
-from graphpar.frontend.between_steps import (
-    a_step_later,
-    check_memory,
-    check_same,
-    check_tensors,
-    noted,
-    numbers,
-)
+from graphpar.frontend.between_steps import check_memory, check_same, check_tensors, noted
 from graphpar.frontend.build import Built, build
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
@@ -92,9 +85,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     request = make_request(source, *built, batch_dims)
     program = _with_own_loss(request)
     check_memory(program, request.model)
-    if changed := numbers(request.assigned):
-        with a_step_later(changed):
-            check_same(changed, program, _trace(request))
+    check_same(tuple(request.assigned), program, functools.partial(_trace, request))
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))

@@ -19,6 +19,8 @@ class _Keeps(nn.Module):
         self.linear, self.keep = nn.Linear(8, 8), keep
         self.count, self.on, self.plain, self.several = 1, False, torch.ones(8), [torch.ones(8)]
         self.seen: Tensor | None = torch.zeros(())
+        self.past: Tensor | None = None
+        self.by_name: dict[str, Tensor] = {}
         self.register_buffer("all", torch.ones(8))
         self.register_buffer("some", torch.ones(8))
         self.register_buffer("first", self.all[:4])
@@ -50,6 +52,34 @@ def _element(model: _Keeps) -> Tensor:
     return model.several[0].mul_(2)
 
 
+def _element_assigned(model: _Keeps) -> Tensor:
+    model.several[0] = model.several[0] * 2
+    return model.several[0]
+
+
+def _first_without(model: _Keeps) -> Tensor:
+    past = model.some if model.past is None else model.past
+    model.past = (past * 2).detach()
+    return past
+
+
+def _new_attribute(model: _Keeps) -> Tensor | float:
+    past = getattr(model, "created", 1.0)
+    model.created = model.linear.weight.sum()
+    return past
+
+
+def _more_and_more(model: _Keeps) -> Tensor:
+    model.several.append(model.linear.bias.detach())
+    return torch.stack(model.several).sum()
+
+
+def _by_name(model: _Keeps) -> Tensor:
+    past = model.by_name.get("past", model.some)
+    model.by_name["past"] = past.detach() * 2
+    return past
+
+
 def _one_memory(model: _Keeps) -> Tensor:
     model.all.mul_(2)
     return model.first.sum()
@@ -66,6 +96,11 @@ REFUSED: dict[Callable[[_Keeps], Tensor | float], str] = {
     _assigned: r"assigns its attribute 'plain' of _Keeps in the forward, and computes with it",
     _written: r"writes the tensor 'plain' in place.*which is no buffer",
     _element: r"in place.*which is no buffer",
+    _element_assigned: r"assigns its attribute 'several\[0\]' of _Keeps in the forward, and computes with it",
+    _first_without: r"assigns its attribute 'past' of _Keeps in the forward, and computes something else then",
+    _new_attribute: r"assigns its attribute 'created' of _Keeps in the forward, and computes something else then",
+    _more_and_more: r"assigns its attribute 'several\[1\]' of _Keeps in the forward, and computes something else then",
+    _by_name: r"assigns its attribute .by_name\['past'\]. of _Keeps in the forward, and computes something else then",
     _one_memory: r"writes the buffer 'all' in place, which shares memory with 'first'",
     _one_memory_by_the_other: r"writes the buffer 'first' in place, which shares memory with 'all'",
 }
@@ -91,8 +126,15 @@ def _other_buffer(model: _Keeps) -> Tensor:
     return model.some.mul_(2)
 
 
-@pytest.mark.parametrize("keep", [_counted_alone, _shown, _other_buffer])
+def _collected(model: _Keeps) -> float:
+    model.several.append(model.linear.weight.sum())
+    model.by_name["weight"] = model.linear.weight * 2
+    model.past = model.linear.bias.detach()
+    return 2.0
+
+
+@pytest.mark.parametrize("keep", [_counted_alone, _shown, _other_buffer, _collected])
 def test_what_nothing_is_computed_with_may_change(keep: Callable[[_Keeps], Tensor | float]) -> None:
     model = _Keeps(keep)
     gp.export(model, (torch.randn(4, 8),))
-    assert model.count == 1
+    assert (model.count, len(model.several), model.by_name, model.past) == (1, 1, {}, None)
