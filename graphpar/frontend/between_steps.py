@@ -9,7 +9,7 @@ register_buffer("first", self.all[:4])      two buffers in one memory, of which 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,18 @@ def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
                     into.append(Assigned(module, name, value, now))
 
 
+@contextlib.contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have their attributes of now again after the block."""
+    before = {id(module): (module, dict(vars(module))) for module in modules}
+    try:
+        yield
+    finally:
+        for module, attributes in before.values():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
@@ -123,26 +135,22 @@ def check_tensors(changed: Sequence[Assigned], constants: Mapping[str, Any]) -> 
 @contextlib.contextmanager
 def _a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
     """Set attributes and elements to what the forward left in them, with other tensors in the place of those of the trace."""
-    modules = {id(each.module): each.module for each in changed}.values()
-    before = [(module, dict(vars(module))) for module in modules]
     containers = [vars(each.module)[each.name] for each in changed if each.key is not _MISSING]
     held = [(container, _elements(container) or {}) for container in containers]
-    for each in changed:
-        own = vars(each.module)
-        if each.key is _MISSING:
-            _replace(own, each.name, each.after)
-        else:
-            elements = _elements(own[each.name]) or {}
-            _replace(elements, each.key, each.after)
-            _put(own[each.name], elements)
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for container, elements in held:
-            _put(container, elements)
+    with attributes_kept(each.module for each in changed):
+        for each in changed:
+            own = vars(each.module)
+            if each.key is _MISSING:
+                _replace(own, each.name, each.after)
+            else:
+                elements = _elements(own[each.name]) or {}
+                _replace(elements, each.key, each.after)
+                _put(own[each.name], elements)
+        try:
+            yield
+        finally:
+            for container, elements in held:
+                _put(container, elements)
 
 
 def _replace(values: dict[Any, Any], key: Any, value: Any) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_unflatten
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
 from graphpar.frontend.adapters import with_adapters
-from graphpar.frontend.between_steps import check_memory, check_same, check_tensors, noted
+from graphpar.frontend.between_steps import attributes_kept, check_memory, check_same, check_tensors, noted
 from graphpar.frontend.build import Built, build
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
@@ -338,15 +338,10 @@ def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Ten
 @contextlib.contextmanager
 def _in_mode(request: Request, mode: str | None) -> Iterator[None]:
     """Set the modules to ``mode``, if any, while they are traced; then restore all their attributes."""
-    before = [(module, dict(vars(module))) for module in request.model.modules()]
-    if mode is not None:
-        request.model.train(mode == "train")
-    try:
+    with attributes_kept(request.model.modules()):
+        if mode is not None:
+            request.model.train(mode == "train")
         yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextlib.contextmanager
