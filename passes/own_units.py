@@ -25,8 +25,10 @@ def with_own_units(program: Program, stages: Sequence[Stage]) -> tuple[Program, 
     if 2 * size < sum(info.nbytes for info in program.parameters.values()):
         return program, list(stages)
     found = []
+    read = [{str(node.target) for node in s.graph.nodes if node.op in ("get_attr", "call_module")} for s in stages]
     for stage in stages:
-        units = _units(program, stage, size)
+        elsewhere = {name for other, names in zip(stages, read) if other is not stage for name in names}
+        units = _units(program, stage, size, elsewhere)
         if not units:
             found.append(stage)
             continue
@@ -37,7 +39,8 @@ def with_own_units(program: Program, stages: Sequence[Stage]) -> tuple[Program, 
     return program, found
 
 
-def _units(program: Program, stage: Stage, size: int) -> list[Region]:
+def _units(program: Program, stage: Stage, size: int, elsewhere: Collection[str]) -> list[Region]:
+    """Return the modules of ``stage`` that become units; none holds a tensor or block that other stages use (``elsewhere``)."""
     regions = regions_of(program.with_graph(stage.graph))
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
     calls: dict[str, int] = {}
@@ -48,7 +51,9 @@ def _units(program: Program, stage: Stage, size: int) -> list[Region]:
         children.setdefault(region.ancestors[-1] if region.ancestors else "", []).append(region)
 
     def able(region: Region) -> bool:
-        return calls[region.path] == 1 and _is_alone(program, stage, region) and prepare(program, region, order)
+        if calls[region.path] > 1 or any(name.startswith(f"{region.path}.") for name in elsewhere):
+            return False
+        return _is_alone(program, stage, region) and prepare(program, region, order)
 
     def chosen(among: Sequence[Region]) -> list[Region]:
         units = []

@@ -41,6 +41,33 @@ def test_large_modules_are_units() -> None:
         assert outcome.ok, outcome.problems
 
 
+class Residual(nn.Module):
+    """Three alike parts of a large layer and a small one; a stage may begin between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+        def part() -> nn.Sequential:
+            large, small = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+            return nn.Sequential(large, nn.BatchNorm2d(8), small, nn.BatchNorm2d(8))
+
+        self.blocks = nn.ModuleList(part() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_module_that_two_stages_share_is_no_unit() -> None:
+    program = gp.export(Residual(), (torch.randn(8, 8, 4, 4),), loss_fn=lambda found: found.square().mean())
+    expected = set(Residual().state_dict())
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 2, "dp_shard": 2}, zero=3, split=["blocks.1.2"]))
+    held = [set(parts.stage(rank).state_dict()) for rank in range(2)]
+    assert held[0] | held[1] == expected and not held[0] & held[1]
+
+
 def test_elsewhere_they_are_not() -> None:
     for asked in ({"mesh": {"dp_replicate": 2}}, {"mesh": {"dp_shard": 2}, "zero": 1}):
         assert "blocks.py" not in _parts(**asked).files
