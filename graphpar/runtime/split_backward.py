@@ -16,11 +16,14 @@ parameters with common joins after the other. Seen from a parameter, this is
 The first stage is always right, because torch runs its whole backward in W. A stage that this module finds
 unsafe runs its whole backward in I and nothing in W: never wrong, but it does not fill bubbles. So does one that recomputes, since
 ``torch.utils.checkpoint`` runs a block again for every call of the autograd engine.
+
+After I torch detaches what the stage returned in place. W can't read such a tensor any more, so what is returned and also read by the
+stage's own operators (``x`` of ``f(x), x``) is returned as a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage
 
 
 def guard(stage: PipelineStage, *, whole: bool = False) -> None:
-    """At the first forward of ``stage``, make its backward whole if splitting it would be wrong.
+    """At the first forward of ``stage``, make its backward whole if splitting it would be wrong, else find what it returns as copies.
 
     ``whole``: it is made whole anyway, as where blocks run again in the backward: each half would run them again.
     """
@@ -40,15 +43,24 @@ def guard(stage: PipelineStage, *, whole: bool = False) -> None:
         stage.dw_builder = _nothing_left
         return
 
-    def decide(module: nn.Module, received: tuple[Tensor, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        handle.remove()
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not splits_exactly(outputs, received, module.parameters()):
-            stage.dw_builder = _nothing_left
+    copied: list[int] | None = None
 
-    handle = stage.submod.register_forward_hook(decide)
+    def check(module: nn.Module, received: tuple[Tensor, ...], output: Any) -> Any:
+        nonlocal copied
+        if not torch.is_grad_enabled():
+            return output
+        outputs = output if isinstance(output, tuple) else (output,)
+        if copied is None:
+            exact = splits_exactly(outputs, received, module.parameters())
+            if not exact:
+                stage.dw_builder = _nothing_left
+            copied = _read_by_others(outputs) if exact else []
+            if not copied:
+                handle.remove()
+        ready = tuple(tensor.clone() if place in copied else tensor for place, tensor in enumerate(outputs))
+        return ready if isinstance(output, tuple) else ready[0]
+
+    handle = stage.submod.register_forward_hook(check)
 
 
 def is_whole(stage: PipelineStage) -> bool:
@@ -85,6 +97,12 @@ def splits_exactly(outputs: Iterable[Tensor], received: Iterable[Tensor], parame
             if _nested(joins):
                 return False
     return True
+
+
+def _read_by_others(outputs: Sequence[Tensor]) -> list[int]:
+    """Return the places of the outputs from which another output is computed."""
+    users = _users([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    return [place for place, tensor in enumerate(outputs) if users.get(tensor.grad_fn)]
 
 
 def _first_listed(joins: frozenset[Node], joins_of: list[frozenset[Node]]) -> bool:

@@ -1,0 +1,86 @@
+"""Input and weight halves of a stage's backward against its whole backward."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from graphpar.runtime.split_backward import guard, is_whole
+
+WIDTH = 4
+
+
+class Drawn(nn.Module):
+    """A stage of random operators on what it receives and on parameters; it returns some of what it computes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        numbers = random.Random(seed)
+        torch.manual_seed(seed)
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 2 for _ in range(9))
+        used = [place if numbers.random() < 0.95 else 0 for place in range(9)]
+        self.steps = [(numbers.choice("mmmatsxrlg"), numbers.random(), place) for place in used]
+        self.sent = [numbers.random() for _ in range(numbers.randint(0, 2))]
+
+    def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        values = [first, second]
+        for kind, place, weight in self.steps:
+            x, other, w = values[-1], values[int(place * len(values))], self.weights[weight]
+            made = {
+                "m": lambda: x @ w,
+                "a": lambda: x + other,
+                "t": lambda: torch.tanh(x),
+                "s": lambda: torch.sigmoid(x) * other,
+                "x": lambda: x * other,
+                "r": lambda: torch.relu(x) + other.detach(),
+                "l": lambda: nn.functional.layer_norm(x, (WIDTH,), w[0], w[1]),
+                "g": lambda: x @ torch.tanh(w) + other,
+            }[kind]()
+            values.append(made)
+        computed = values[2:]
+        again = [computed[int(place * (len(computed) - 1))] for place in self.sent]
+        return tuple({id(value): value for value in (computed[-1], *again)}.values())
+
+
+def _gradients(stage: nn.Module, *, halves: bool) -> tuple[list[Tensor | None], bool]:
+    """The gradients of what the stage receives and of its parameters over two microbatches, and whether it was split."""
+    held: Any = SimpleNamespace(stage_index=1, submod=stage, dw_builder=None)
+    found: list[Tensor | None] = []
+    stage.zero_grad()
+    if halves:
+        guard(held)
+    for seed in range(2):
+        numbers = torch.Generator().manual_seed(seed)
+        received = [torch.randn(3, WIDTH, generator=numbers, dtype=torch.float64).requires_grad_() for _ in range(2)]
+        outputs = stage(*received)
+        grads = [torch.randn(output.shape, generator=numbers, dtype=torch.float64) for output in outputs]
+        if halves and not is_whole(held):
+            given, groups = stage_backward_input(list(outputs), grads, received, stage.parameters())
+            stage_backward_weight(stage.parameters(), groups)
+            found += given
+        else:
+            trained = [(output, grad) for output, grad in zip(outputs, grads) if output.requires_grad]
+            torch.autograd.backward([output for output, _ in trained], [grad for _, grad in trained])
+            found += [tensor.grad for tensor in received]
+    return [*found, *(parameter.grad for parameter in stage.parameters())], halves and not is_whole(held)
+
+
+@pytest.mark.parametrize("begin", range(0, 200, 50))
+def test_halves_are_exact(begin: int) -> None:
+    split = 0
+    for seed in range(begin, begin + 50):
+        expected, _ = _gradients(Drawn(seed), halves=False)
+        found, was_split = _gradients(Drawn(seed), halves=True)
+        split += was_split
+        for one, other in zip(expected, found, strict=True):
+            if one is None or other is None:
+                assert (one is None or not one.any()) and (other is None or not other.any()), seed
+            else:
+                torch.testing.assert_close(one, other)
+    assert split > 20  # else nothing was tried
