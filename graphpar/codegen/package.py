@@ -338,6 +338,7 @@ def interface(
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    other_names = {name for group in program.ties for name in group[1:]}
     return {
         "inputs": [_input(entry, plan, tables.get(entry.name)) for entry in program.inputs],
         "counts": {"names": list(program.count_names), "inputs": counts_inputs},
@@ -366,6 +367,11 @@ def interface(
         **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
         **({"adapters": [asdict(adapter) for adapter in program.adapters]} if program.adapters else {}),
         **(_whole(program, plan) if program.mode == "train" else {}),
+        **(
+            {"parameters": [name for name in program.parameters if name not in other_names]}
+            if program.mode == "train"
+            else {}
+        ),
     }
 
 

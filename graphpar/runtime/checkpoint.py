@@ -49,11 +49,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Progress:
-    """What goes on where it was, besides values: the seed, the count of steps, and the loss scale."""
+    """What goes on where it was, besides values: the seed, the count of steps, the loss scale, and the learning rate's schedule."""
 
     seed: int
     steps_done: int
     scale: LossScale
+    schedule: Mapping[str, Any] | None  # as :class:`~graphpar.runtime.lr_schedules.Schedule` describes it
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -154,7 +155,10 @@ def save(
             json.dumps(record)
         except (TypeError, ValueError) as error:
             raise RuntimeProgramError(f"data is kept as JSON, which it can't be: {error}") from error
-    record["optimizer"] = joined_descriptions(gather_objects(described))
+    everyone = gather_objects((described, progress.schedule))
+    record["optimizer"] = joined_descriptions([own for own, _ in everyone])
+    alike = all(schedule == progress.schedule for _, schedule in everyone)
+    record["schedule"] = progress.schedule if alike else None  # of optimizers whose groups differ from rank to rank
     plan = (program.folder / PLAN).read_bytes()
 
     def write(boxes: Mapping[str, Entry], group: dist.ProcessGroup | None) -> None:
@@ -225,7 +229,8 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
         state.take(states, hyperparameters)
         if state.shards is not None:
             state.shards.loaded()
-    progress = Progress(record["seed"], record["steps_done"], LossScale(**record["loss_scale"]))
+    scale = LossScale(**record["loss_scale"])
+    progress = Progress(record["seed"], record["steps_done"], scale, record.get("schedule"))
     return Checkpoint(record["step"], record["data"], folder), progress
 
 

@@ -155,7 +155,6 @@ class OptimizerShards:
             for name, parameter in stage.named_parameters()
             if parameter not in trained
         }
-        self._nothing = nn.Parameter(self.units[0].flat.new_empty(0)) if self.units and not self.pieces else None
         self._seen, self._seen_bits = self._state(), self._bits()
         self._sent = False  # whether values were sent after the gradients of the last step were used
         by_module: dict[nn.Module, list[Unit]] = {}
@@ -165,12 +164,6 @@ class OptimizerShards:
         for module, units in by_module.items():
             module.register_forward_pre_hook(_waits(units))
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what an optimizer of this rank updates; one empty parameter where it is nothing, since optimizers want one."""
-        yield from self.pieces.items()
-        if self._nothing is not None:
-            yield "", self._nothing
-
     def ranges(self) -> dict[str, tuple[torch.Size, int]]:
         """Return of each piece the shape of the parameter that it is of, and the element at which it begins."""
         return {
@@ -178,16 +171,6 @@ class OptimizerShards:
             for unit in self.units
             for name, copies in zip(unit.names, unit.copies)
             if name in unit.pieces
-        }
-
-    @property
-    def whole_shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the parameters of which this rank updates 1-D slices, by name."""
-        return {
-            name: copies[0].shape
-            for unit in self.units
-            for name, copies in zip(unit.names, unit.copies)
-            if unit.even and name in unit.pieces
         }
 
     def send(self) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphpar.runtime import checkpoint
 from graphpar.runtime.adapters import Adapters
@@ -45,6 +46,7 @@ from graphpar.runtime.host import Host, has_host
 from graphpar.runtime.idle import Places, left_in_stage
 from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
+from graphpar.runtime.lr_schedules import Schedule, build_lr_schedule
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.microbatches import Microbatches
 from graphpar.runtime.modes import GENERATE
@@ -52,7 +54,7 @@ from graphpar.runtime.norm import clip
 from graphpar.runtime.offloaded_activations import OffloadedActivations
 from graphpar.runtime.offloaded_state import OffloadedState
 from graphpar.runtime.optimizer_shards import OptimizerShards
-from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory
+from graphpar.runtime.optimizers import build_optimizer, describe_model, factory
 from graphpar.runtime.other_optimizers import OtherOptimizers
 from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
 from graphpar.runtime.saved_state import State
@@ -72,6 +74,7 @@ from graphpar.runtime.weights import (
     load_constants,
     load_weights,
     no_weights,
+    parameters_by_name,
     save_weights,
     without_adapters,
 )
@@ -120,8 +123,12 @@ class Pipeline:
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
         self._saver = checkpoint.Saver()
+        self._nothing = nn.Parameter(torch.empty(0, device=self.device))
         self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
         self.host = Host(self.device) if self.program.offload and has_host(self.device) else None
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, Schedule | Mapping[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )  # as a checkpoint has them until they are made
         self._offloaded: weakref.WeakKeyDictionary[Optimizer, OffloadedState] = weakref.WeakKeyDictionary()
         try:
             with agreed():
@@ -293,15 +300,21 @@ class Pipeline:
             self._shards.wait()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that this rank updates, with the user's names; each copy of a shared parameter once.
+        """Yield the parameters that this rank updates, with the names that the model's ``named_parameters()`` gives them.
 
-        At ZeRO level 1 these are the rank's own (or 1-D slices of parameters); one empty parameter where it has none.
+        Each copy that stages share has the first name of its tie. At ZeRO level 1 these are the rank's own (or 1-D slices of parameters).
+        Where none is trained, an empty parameter that is follows, since optimizers want one.
         """
+        own = self._own_parameters()
+        yield from ((name, copy) for name, copies in own.items() for copy in copies)
+        if not any(copy.requires_grad for copies in own.values() for copy in copies):
+            yield "", self._nothing
+
+    def _own_parameters(self) -> Mapping[str, Sequence[nn.Parameter]]:
+        """What this rank updates, by first name."""
         if self._shards is not None:
-            yield from self._shards.parameters()
-            return
-        for stage in self.stages:
-            yield from stage.named_parameters()
+            return {name: [piece] for name, piece in self._shards.pieces.items()}
+        return parameters_by_name(self.stages, self.program.ties)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that this rank updates, as an optimizer takes them."""
@@ -354,7 +367,7 @@ class Pipeline:
         with agreed():
             self._gradients.check_reduced("save_checkpoint")
         state = self._state(optimizer)
-        progress = checkpoint.Progress(self.seed, self.steps_done, self._scale)
+        progress = checkpoint.Progress(self.seed, self.steps_done, self._scale, self._schedule_of(optimizer))
         checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, wait=wait)
 
     def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
@@ -378,6 +391,12 @@ class Pipeline:
             self._scale.take(progress.scale)
         self.seed = self._feed.seed = progress.seed
         self.steps_done = progress.steps_done
+        if optimizer is not None and progress.schedule is not None:
+            schedule = self._schedules.get(optimizer)
+            made = schedule.made() if isinstance(schedule, Schedule) else None
+            self._schedules[optimizer] = progress.schedule
+            if made is not None:
+                self._go_on(optimizer, loaded.step, made)
         return loaded
 
     def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
@@ -393,9 +412,15 @@ class Pipeline:
 
     def _settings(self, optimizer: Optimizer | None) -> dict[str, object]:
         """What a checkpoint replaces of what was asked for, by name."""
+        schedule = self._schedule_of(optimizer)
         groups = [] if optimizer is None else optimizer.param_groups
-        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        rates = [float(group["lr"]) for group in (groups if schedule is None else schedule["groups"])]
         return {"seed": self.seed, "learning rate": ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))}
+
+    def _schedule_of(self, optimizer: Optimizer | None) -> Mapping[str, Any] | None:
+        """Describe the schedule of an optimizer: that which was made, or else that of its checkpoint."""
+        found = None if optimizer is None else self._schedules.get(optimizer)
+        return found.record() if isinstance(found, Schedule) else found
 
     def _state(self, optimizer: Optimizer | None) -> State:
         self.synchronize()
@@ -406,18 +431,21 @@ class Pipeline:
     # Training
 
     def optimizer(self, lr: float | None = None) -> torch.optim.Optimizer:
-        """Make the model file's ``optimizer`` over the pairs of :meth:`named_parameters`; AdamW where it has none.
+        """Make the model file's ``optimizer``; AdamW where it has none. A collective call.
+
+        The function sees what ``named_parameters()`` of the model gives, in whole shapes, and its optimizer has all of its groups on every
+        rank; this rank's parameters are then what is left in them.
 
         Args:
             lr: the learning rate of all of its groups; by default its own (of AdamW 1e-3).
 
         Raises:
-            RuntimeProgramError: on all ranks, if it fails on one, or would train other parameters than this rank's.
+            RuntimeProgramError: on all ranks, if it fails on one, or would train other parameters than it was given.
         """
+        model = describe_model(self.stages, self.program, self.groups)
         with agreed():
-            whole = {} if self._shards is None else self._shards.whole_shapes
             make = factory(self.program, self._package, "optimizer")
-            made = build_optimizer(make, list(self.named_parameters()), whole, lr)
+            made = build_optimizer(make, self._own_parameters(), model, lr)
             self.offload(made)
             return made
 
@@ -430,17 +458,30 @@ class Pipeline:
         if self.host is not None and "optimizer" in self.program.offload and optimizer not in self._offloaded:
             self._offloaded[optimizer] = OffloadedState(optimizer, self.host)
 
-    def lr_schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> torch.optim.lr_scheduler.LRScheduler:
+    def lr_schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> LRScheduler:
         """Make the model file's ``lr_schedule(optimizer)``; one that keeps the learning rate where it has none.
 
+        What :meth:`save_checkpoint` saves with the optimizer has its state, and what :meth:`load_checkpoint` loads with the optimizer
+        lets it go on, whether it is made before or after.
+
         Args:
-            done: how many steps were made before, of a run that goes on.
+            done: how many steps were made before, of a run that goes on without such a checkpoint.
 
         Raises:
             RuntimeProgramError: on all ranks, if it fails on one.
         """
+        return self._go_on(optimizer, done)
+
+    def _go_on(self, optimizer: Optimizer, done: int, made: LRScheduler | None = None) -> LRScheduler:
+        """Make a schedule where the optimizer's checkpoint says, or let ``made`` be there."""
         with agreed():
-            return build_lr_schedule(factory(self.program, self._package, "lr_schedule"), optimizer, done)
+            make, found = factory(self.program, self._package, "lr_schedule"), self._schedules.get(optimizer)
+            saved = None if isinstance(found, Schedule) else found
+            made, schedule = build_lr_schedule(make, optimizer, done, saved, made)
+            self._schedules[optimizer] = schedule
+            if saved is not None and not schedule.is_of(saved) and self.reports:
+                print("lr_schedule: not that of the checkpoint, so it begins anew and makes as many steps", flush=True)
+            return made
 
     def step(
         self,

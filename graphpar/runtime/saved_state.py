@@ -95,7 +95,7 @@ class State:
             f"{list(parameter.shape)} of group {number}"
             for number, group in enumerate(self._param_groups())
             for parameter in group["params"]
-            if parameter not in self.names and (self.shards is None or parameter.numel())
+            if parameter not in self.names and parameter.numel()
         ]
         if strange:
             raise RuntimeProgramError(
@@ -203,9 +203,11 @@ class State:
                     for parameter in group["params"]
                     if parameter in self.names and not parameter.requires_grad
                 ],
-                "values": {key: plain(value, key) for key, value in group.items() if key not in HOW},
+                "values": values,
             }
-            for index, group in enumerate(self.optimizer.param_groups)
+            for index, (group, values) in enumerate(
+                zip(self.optimizer.param_groups, hyperparameters_of(self.optimizer))
+            )
         ]
         return {"kind": type(self.optimizer).__name__, "groups": groups, "numbers": numbers}
 
@@ -285,11 +287,7 @@ class State:
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: state for parameter, state in states.items() if state})
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(value, list) else value
+            give_group(group, values)
 
 
 def is_frozen(tensor: Tensor) -> bool:
@@ -331,6 +329,26 @@ def in_turns(entries: Iterable[Entry]) -> list[Entry]:
             own.append(entry)
         turns[entry.divided] += 1
     return own
+
+
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each group as JSON has them.
+
+    Raises:
+        RuntimeProgramError: one is no number, text, or list of these.
+    """
+    return [
+        {key: plain(value, key) for key, value in group.items() if key not in HOW} for group in optimizer.param_groups
+    ]
+
+
+def give_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a group of an optimizer hyperparameters as JSON has them."""
+    for key, value in values.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def plain(value: Any, what: str) -> Any:

@@ -16,7 +16,7 @@ from graphpar.cli.main import main
 from graphpar.runtime import LaunchError, Log, RuntimeProgramError, count, load_manifest
 from graphpar.runtime import log as log_module
 from graphpar.runtime.balance import Balance
-from graphpar.runtime.optimizers import build_lr_schedule
+from graphpar.runtime.lr_schedules import build_lr_schedule
 from tests.programs import example, example_file
 from tests.rank_pool import RankPool
 

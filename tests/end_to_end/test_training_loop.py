@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from torch.optim import lr_scheduler
 
 import graphpar as gp
 from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, load_model_file
 from graphpar.runtime import load_manifest
-from graphpar.runtime.optimizers import RuntimeProgramError, build_lr_schedule, build_optimizer
 from tests.end_to_end import training_loop_fixture as fixture
 from tests.end_to_end import training_loop_model as source
 from tests.rank_pool import RankPool
@@ -139,56 +135,3 @@ def test_a_file_without_an_optimizer_is_refused(tmp_path: Path) -> None:
         gp.partition(program, plan, optimizer=tmp_path / "empty.py")
     with pytest.raises(GraphparError, match=r"There is no file .*none.py"):
         gp.partition(program, plan, optimizer=tmp_path / "none.py")
-
-
-def test_groups_by_shape_and_foreign_parameters_are_refused() -> None:
-    piece = nn.Parameter(torch.zeros(3))
-    named = [("a.weight", piece)]
-
-    def by_shape(pairs: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for _, p in pairs]
-        return torch.optim.AdamW(groups)
-
-    build_optimizer(by_shape, named, {}, None)
-    with pytest.raises(RuntimeProgramError, match=r"a 1-D slice of a.weight; group by names"):
-        build_optimizer(by_shape, named, {"a.weight": torch.Size([3, 4])}, None)
-    foreign = nn.Parameter(torch.zeros(7))
-    with pytest.raises(RuntimeProgramError, match=r"shape \[7\] that is none of pipeline.named_parameters"):
-        build_optimizer(lambda _: torch.optim.AdamW([foreign]), named, {}, None)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
-        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.1),
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 8)],
-            [3],
-        ),
-        None,
-    ],
-)
-def test_a_schedule_goes_on(make: Any) -> None:
-    def rates(optimizer: torch.optim.Optimizer, schedule: lr_scheduler.LRScheduler, steps: int) -> list[float]:
-        found: list[float] = []
-        for _ in range(steps):
-            found += [group["lr"] for group in optimizer.param_groups]
-            optimizer.step()
-            schedule.step()
-        return found
-
-    def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.1, 0.4)], lr=0.1
-        )
-
-    one, first = optimizer(), optimizer()
-    expected = rates(one, build_lr_schedule(make, one), 9)
-    rates(first, build_lr_schedule(make, first), 4)
-    second = optimizer()
-    for group, saved in zip(second.param_groups, first.param_groups):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-
-    assert rates(second, build_lr_schedule(make, second, 4), 5) == pytest.approx(expected[8:])
