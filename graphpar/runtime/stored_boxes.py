@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from graphpar.runtime.boxes import Box
+from graphpar.runtime.checkpoint_folders import read_record
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.saved_state import MODEL, Entry
 
@@ -144,8 +145,9 @@ def read_metadata(folder: Path) -> Metadata:
     """Read where the tensors of a checkpoint are, and check that their files are there.
 
     Raises:
-        RuntimeProgramError: a file is missing, or shorter than it was.
+        RuntimeProgramError: a file is missing, or shorter than it was; or as :func:`read_record`.
     """
+    read_record(folder)
     metadata, ends = Metadata({}, {}, {}), dict[str, int]()
     try:
         for tensor in json.loads((folder / TENSORS).read_text(encoding="utf-8")):
