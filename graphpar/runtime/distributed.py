@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -52,6 +53,9 @@ SHOWN = 4
 
 USER_ERROR = 2
 """The exit status when the user must change something."""
+
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Addresses that only this machine reaches."""
 
 LAUNCHED = "GRAPHPAR_LAUNCHED"
 """Set in the environment by a launcher that reads the ranks' error files and reports the error itself."""
@@ -132,11 +136,23 @@ def _join(timeout_s: float) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    if under_torchrun:
+    own = _local_store(rank, world_size, timeout) if local_world == world_size else None
+    if own is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, local_rank, device, backend)
+
+
+def _local_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Make the store of ranks of one machine, which no other machine can reach; None where torchrun's own serves them."""
+    if "RANK" not in os.environ:
+        return HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("MASTER_ADDR") not in LOOPBACK:
+        return None
+    address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
+    listener = socket.create_server(address).detach() if rank == 0 else None
+    return dist.TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
 
 
 def fail(error: Exception) -> None:

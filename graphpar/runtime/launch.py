@@ -15,6 +15,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -99,11 +100,14 @@ def torchrun(
     """
     with tempfile.TemporaryDirectory(prefix="graphpar_launch_") as scratch:
         logs = Path(scratch)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        command += [f"--log-dir={logs / 'ranks'}", "--redirects=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--local-addr=localhost"]
+        # Ranks meet in a file, so that torchrun listens nowhere; theirs is the store of graphpar.runtime.start().
+        command += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={logs / 'rendezvous'}"]
+        command += [f"--rdzv-id={logs.name}", f"--log-dir={logs / 'ranks'}", "--redirects=2"]
         command += [*(["--module"] if module else []), str(target), *args]
         kept = [sys.executable, "-I", "-S", keeper.__file__, scratch, *map(str, folders), "--", *command]
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, LAUNCHED: "1", **(env or {})}
+        usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **_loopback()}
+        variables = {**usual, **os.environ, LAUNCHED: "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
         started = time.monotonic()
         printed = _Printed(logs / "ranks", on_stdout, on_stderr)
         with (logs / "stderr").open("wb") as err:
@@ -119,6 +123,12 @@ def torchrun(
         if process.returncode == 0 and in_time:
             return LaunchResult(printed.stdout, printed.stderr + own, seconds)
         raise _error(_failures(logs / "ranks"), in_time, timeout_s, process.returncode, own, printed)
+
+
+def _loopback() -> dict[str, str]:
+    """Have the backends' own sockets, too, listen where only this machine reaches them."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
