@@ -68,6 +68,7 @@ class _Failure:
     time_ns: int
     secondary: bool
     user: bool
+    lost: str  # what the backend said of a lost peer
     agreed: bool  # every rank has the same error, so that none need be named
 
     @property
@@ -122,7 +123,7 @@ def torchrun(
         own = (logs / "stderr").read_text(encoding="utf-8", errors="replace")
         if process.returncode == 0 and in_time:
             return LaunchResult(printed.stdout, printed.stderr + own, seconds)
-        raise _error(_failures(logs / "ranks"), in_time, timeout_s, process.returncode, own, printed)
+        raise _error(_failures(logs / "ranks"), nproc, in_time, timeout_s, process.returncode, own, printed)
 
 
 def _loopback() -> dict[str, str]:
@@ -226,6 +227,7 @@ def _failures(folder: Path) -> list[_Failure]:
                     time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * 10**9)),
                     secondary=extra.get("secondary") == "True",
                     user=extra.get("user") == "True",
+                    lost=extra.get("lost", ""),
                     agreed=extra.get("agreed") == "True",
                 )
             )
@@ -235,7 +237,7 @@ def _failures(folder: Path) -> list[_Failure]:
 
 
 def _error(
-    failures: list[_Failure], in_time: bool, timeout_s: float, returncode: int, own: str, printed: _Printed
+    failures: list[_Failure], nproc: int, in_time: bool, timeout_s: float, returncode: int, own: str, printed: _Printed
 ) -> LaunchError:
     """The first cause that is known: a rank's own error, how a rank ended, a lost peer, the time, torchrun itself."""
     first = failures[0] if failures else None
@@ -245,6 +247,10 @@ def _error(
     if in_time and ended is not None and (first is None or first.rank != int(ended[1])):
         return _ended(int(ended[1]), int(ended[2]), printed)
     if in_time and first is not None:
+        silent = sorted(set(range(nproc)) - {failure.rank for failure in failures})
+        if silent:  # all that lost a peer have said so
+            what = f"ended without an error while rank {first.rank} waits for it, left its loop early, or takes no part"
+            return LaunchError(f"{what} ({first.lost})", silent[0])
         return first.error
     if not in_time:
         details = printed.untold(printed.stderr.splitlines())
