@@ -2,11 +2,12 @@
 
     ckpt/100/checkpoint.json   step, data position, seed, loss scale, hyperparameters of the optimizer, names of tied weights
     ckpt/100/plan.json         the plan under which it was saved
-    ckpt/100/.metadata         torch's: where each box of each tensor is
+    ckpt/100/tensors.json      where each box of each tensor is, and the sum of its bytes
+    ckpt/100/.metadata         the same without sums, for torch's own tools
     ckpt/100/__0_0.distcp      torch's: the boxes that rank 0 has written
     ckpt/latest                100
 
-A checkpoint is written as ``ckpt/.100.part`` and renamed when all of it is on disk; then ``latest`` moves. So what has a
+A checkpoint is written as ``ckpt/.100.OWNER.part`` and renamed when all of it is on disk; then ``latest`` moves. So what has a
 ``checkpoint.json`` is whole.
 """
 
@@ -24,17 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from graphpar.runtime.boxes import Box
-from graphpar.runtime.checkpoint_folders import FORMAT, LATEST, PLAN, begin, beside, find, finish, read_record
+from graphpar.runtime.checkpoint_folders import FORMAT, LATEST, PLAN, Part, begin, find, model_of, read_record
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.loss_scale import LossScale
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions, may_become
-from graphpar.runtime.stored_boxes import SavePlanner, check_entries, read_entries, read_metadata, tensors_of
+from graphpar.runtime.stored_boxes import BoxWriter, SavePlanner, check_entries, read_entries, read_metadata, tensors_of
 from graphpar.runtime.weights import listed, whole_shape
 
 
@@ -155,10 +155,11 @@ def save(
             json.dumps(record)
         except (TypeError, ValueError) as error:
             raise RuntimeProgramError(f"data is kept as JSON, which it can't be: {error}") from error
-    everyone = gather_objects((described, progress.schedule))
-    record["optimizer"] = joined_descriptions([own for own, _ in everyone])
-    alike = all(schedule == progress.schedule for _, schedule in everyone)
+    everyone = gather_objects((described, progress.schedule, shapes_of(entries)))
+    record["optimizer"] = joined_descriptions([own for own, _, _ in everyone])
+    alike = all(schedule == progress.schedule for _, schedule, _ in everyone)
     record["schedule"] = progress.schedule if alike else None  # of optimizers whose groups differ from rank to rank
+    record["model"] = model_of(pair for _, _, shapes in everyone for pair in shapes)
     plan = (program.folder / PLAN).read_bytes()
 
     def write(boxes: Mapping[str, Entry], group: dist.ProcessGroup | None) -> None:
@@ -176,24 +177,29 @@ def _write(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write a checkpoint from all ranks of ``group``."""
-    part, first = beside(target, "part"), dist.get_rank() == 0
-    with agreed(group):
-        if first:
-            begin(target)
-    with agreed(group):
-        if not part.is_dir():
-            raise RuntimeProgramError(
-                f"{part}, which rank 0 has made, is not there: a checkpoint is saved into a folder that all machines share"
-            )
-    with agreed(group):
-        try:
-            dcp_save(dict(entries), storage_writer=FileSystemWriter(part), planner=SavePlanner(), process_group=group)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise RuntimeProgramError(f"{target} can't be saved: rank {rank}: {cause}") from None
-    with agreed(group):
-        if first:
-            finish(target, record, plan, keep)
+    part: Part | None = None
+    try:
+        with agreed(group):
+            if dist.get_rank() == 0:
+                part = begin(target, record["model"])
+        folder = target.with_name(gather_objects(part.folder.name if part is not None else "", group)[0])
+        with agreed(group):
+            if not folder.is_dir():
+                raise RuntimeProgramError(
+                    f"{folder}, which rank 0 has made, is not there: a checkpoint is saved into a folder that all machines share"
+                )
+        with agreed(group):
+            try:
+                dcp_save(dict(entries), storage_writer=BoxWriter(folder), planner=SavePlanner(), process_group=group)
+            except CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise RuntimeProgramError(f"{target} can't be saved: rank {rank}: {cause}") from None
+        with agreed(group):
+            if part is not None:
+                part.finish(record, plan, keep)
+    finally:
+        if part is not None:
+            part.drop()
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -202,22 +208,25 @@ def _write(
 def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
     """Do what :meth:`Pipeline.load_checkpoint` says."""
     with agreed():
-        folder = find(path)
-        record, metadata = read_record(folder), read_metadata(folder)
-        sizes = tensors_of(metadata)
         model = state.model()
         described = state.described()
-    everyone = gather_objects((record["time"], list(model), described))
+    everyone = gather_objects((shapes_of({entry.key: entry for entry in model.values()}), described))
     with agreed():
-        if any(when != record["time"] for when, _, _ in everyone):
+        held = {name: shape for shapes, _ in everyone for name, shape in shapes}
+        folder = find(path, lambda each: _is_of(each, held))
+        record, metadata = read_record(folder), read_metadata(folder)
+        sizes = tensors_of(metadata)
+    times = gather_objects(record["time"])
+    with agreed():
+        if any(when != record["time"] for when in times):
             raise RuntimeProgramError(
                 f"{path} is not the same checkpoint on all ranks; name one that all machines share"
             )
-        entries = _matched(folder, model, {name for _, names, _ in everyone for name in names}, sizes, record)
+        entries = _matched(folder, model, set(held), sizes, record)
         states: dict[Tensor, dict[str, Any]] = {}
         hyperparameters: list[Mapping[str, Any]] = []
         if state.optimizer is not None:
-            _check_optimizer(folder, record["optimizer"], joined_descriptions([own for _, _, own in everyone]))
+            _check_optimizer(folder, record["optimizer"], joined_descriptions([own for _, own in everyone]))
             of_optimizer, states = state.room(record["optimizer"], sizes)
             _check_sizes(folder, of_optimizer, sizes)
             hyperparameters = state.hyperparameters(record["optimizer"])
@@ -232,6 +241,11 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
     scale = LossScale(**record["loss_scale"])
     progress = Progress(record["seed"], record["steps_done"], scale, record.get("schedule"))
     return Checkpoint(record["step"], record["data"], folder), progress
+
+
+def shapes_of(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and whole shapes of a model's tensors among ``entries``."""
+    return [(entry.path[1], entry.shape) for entry in entries.values() if entry.path[:1] == MODEL]
 
 
 def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> None:
@@ -276,6 +290,16 @@ def _matched(
         entries[entry.key] = entry
     _check_sizes(folder, entries, sizes)
     return entries
+
+
+def _is_of(folder: Path, held: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether a checkpoint is of the model that has these tensors; also if it is damaged, which is for the user to know."""
+    try:
+        ties, sizes = read_record(folder)["ties"], tensors_of(read_metadata(folder))
+    except RuntimeProgramError:
+        return True
+    saved = {path[1]: shape for path, (shape, _) in sizes.items() if path[:1] == MODEL}
+    return {_saved_name(name, set(saved), ties): shape for name, shape in held.items()} == saved
 
 
 def check_names(folder: Path, wanted: Iterable[str], saved: set[str], ties: Sequence[Sequence[str]], what: str) -> None:

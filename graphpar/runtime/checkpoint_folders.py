@@ -1,48 +1,80 @@
-"""The folders of checkpoints: which ones are there and whole, and how one becomes whole.
+"""The folders of checkpoints: which ones are there and whole, who writes, and how one becomes whole.
 
-ckpt/.100.part ──all of it on disk──► ckpt/100 ──► ckpt/latest
+ckpt/.100.OWNER.part ──all of it on disk──► ckpt/100 ──► ckpt/latest        the second and the third while ckpt/.lock is held
+
+OWNER names the machine and the process that writes; nobody else touches the folder, unless that process has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
+import socket
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 
-RECORD, LATEST, PLAN, METADATA = "checkpoint.json", "latest", "plan.json", ".metadata"
-FORMAT = 1
+RECORD, LATEST, PLAN, LOCK, BOXES = "checkpoint.json", "latest", "plan.json", ".lock", ".distcp"
+FORMAT = 2
 """The version of ``checkpoint.json``."""
+PEEK_S = 0.05
+"""Seconds between two looks at a lock."""
+HELD_S = 30.0
+"""How long a process of another machine may hold a lock, which takes milliseconds, before it is taken to have ended; and how long one waits
+for a process of this machine, which is there."""
+IDLE_S = 3600.0
+"""For how long nothing of another machine's unfinished checkpoint has changed before it is removed."""
+
+_numbers = itertools.count()  # of what this process writes
 
 
-def find(path: str | Path) -> Path:
-    """Find the checkpoint that ``path`` is, or the latest one in it.
+# ---- what is there ---------------------------------------------------------------------------------------------------
+
+
+def find(path: str | Path, fits: Callable[[Path], bool] = lambda _: True) -> Path:
+    """Find the checkpoint that ``path`` is, or the latest one in it: of those that fit, where there are any.
 
     Raises:
         RuntimeProgramError: there is none.
     """
     folder = Path(path)
     if not (folder / RECORD).is_file() and (folder / LATEST).is_file():
-        folder = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        folder = folder / _latest(folder)
     for each in (folder, beside(folder, "old")):  # old: it was being replaced by another of its name
         if (each / RECORD).is_file():
-            return each
+            others = [] if folder == Path(path) or fits(each) else whole_checkpoints(folder.parent)
+            return next(filter(fits, reversed(others)), each)
     whole = whole_checkpoints(folder)
-    if whole:
-        return whole[-1]  # the first one, saved by a process that was ended before it wrote `latest`
-    others = [each.name for each in whole_checkpoints(folder.parent)]
+    if whole:  # the first ones, saved by processes that were ended before they wrote `latest`
+        return next(filter(fits, reversed(whole)), whole[-1])
+    others = whole_checkpoints(folder.parent)
+    names = [each.name for each in others]
     if folder != Path(path):
-        there = f"; there are {', '.join(others)}, of which you may give one" if others else ""
+        there = f"; there are {', '.join(names)}, of which you may give one" if names else ""
         raise RuntimeProgramError(f"{Path(path) / LATEST} names {folder.name}, which is not there{there}")
-    raise RuntimeProgramError(
-        f"{path} is no checkpoint, and no folder of checkpoints.{near_match(folder.name, others)}"
-    )
+    raise RuntimeProgramError(f"{path} is no checkpoint, and no folder of checkpoints.{near_match(folder.name, names)}")
+
+
+def _latest(folder: Path) -> str:
+    """Return the name of the checkpoint that ``latest`` names: one beside it, and nowhere else."""
+    file = folder / LATEST
+    name = file.read_text(encoding="utf-8", errors="replace").strip()
+    if file.is_symlink() or Path(name).name != name or name.startswith(".") or (folder / name).is_symlink():
+        raise RuntimeProgramError(
+            f"{file} has to name a folder beside it, and names {name!r}, or is a link; name the checkpoint itself"
+        )
+    return name
 
 
 def is_in(path: str | Path) -> bool:
@@ -51,35 +83,62 @@ def is_in(path: str | Path) -> bool:
     return (folder / RECORD).is_file() or (folder / LATEST).is_file() or bool(whole_checkpoints(folder))
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, in the order in which they were saved."""
+def whole_checkpoints(folder: Path, model: str | None = None) -> list[Path]:
+    """List the checkpoints in a folder, of ``model`` or of all, in the order in which they were saved."""
     found: dict[Path, float] = {}
     for record in folder.glob(f"[!.]*/{RECORD}"):
         with contextlib.suppress(RuntimeProgramError):  # one that somebody has damaged
-            found[record.parent] = read_record(record.parent)["time"]
+            content = read_record(record.parent)
+            if not record.parent.is_symlink() and model in (None, content.get("model")):
+                found[record.parent] = content["time"]
     return sorted(found, key=lambda each: found[each])
 
 
+def model_of(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Name a model by its tensors, so that those of several models may be in one folder: ``model`` in ``checkpoint.json``."""
+    listed = sorted({(name, tuple(shape)) for name, shape in shapes})
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
+
+
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read ``checkpoint.json``, and compare the sums of the small files beside it.
+    """Read ``checkpoint.json``, and compare its own sum and those of the small files beside it.
 
     Raises:
         RuntimeProgramError: it is damaged, or of another version.
     """
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({error})") from error
     fields = ("format", "step", "time", "data", "seed", "steps_done", "ties", "optimizer", "loss_scale")
     lacking = [field for field in fields if not isinstance(record, dict) or field not in record]
-    if lacking or record["format"] != FORMAT:
-        what = f"it lacks {', '.join(lacking)}" if lacking else f"its format is {record['format']}, not {FORMAT}"
-        raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({what})")
-    for name, crc in record.get("crc32", {}).items():
-        if _crc32(folder / name) != crc:
+    if lacking:
+        raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read (it lacks {', '.join(lacking)})")
+    if record["format"] != FORMAT:
+        raise RuntimeProgramError(
+            f"{folder / RECORD} has the format {record['format']!r}, and this version of graphpar reads {FORMAT}: with the version that "
+            f"saved it, `graphpar checkpoint merge` writes its weights for --weights"
+        )
+    sums = record.get("crc32")
+    if not isinstance(sums, dict) or sums.get(RECORD) != _own_sum(record):
+        raise RuntimeProgramError(f"{folder} is damaged: {RECORD} has other bytes than were written")
+    for name, crc in sums.items():
+        if name != RECORD and _crc32(folder / name) != crc:
             what = "has other bytes than were written" if (folder / name).is_file() else "is missing"
             raise RuntimeProgramError(f"{folder} is damaged: {name} {what}")
     return dict(record)
+
+
+def _record_or_nothing(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(RuntimeProgramError):
+        return read_record(folder)
+    return {}
+
+
+def _own_sum(record: Mapping[str, Any]) -> int:
+    """The sum of ``checkpoint.json``'s content, apart from the sum itself."""
+    others = {name: crc for name, crc in record["crc32"].items() if name != RECORD}
+    return zlib.crc32(json.dumps({**record, "crc32": others}, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int | None:
@@ -87,49 +146,213 @@ def _crc32(path: Path) -> int | None:
 
 
 def beside(folder: Path, kind: str) -> Path:
-    """Return the hidden folder beside a checkpoint: "part" while it is written, "old" while another takes its place."""
+    """Return the hidden folder beside a checkpoint: "old" while another takes its place, "OWNER.part" while it is written or removed."""
     return folder.with_name(f".{folder.name}.{kind}")
 
 
-def begin(target: Path) -> None:
-    """Make the folder that a checkpoint is written into, and remove what processes have left that were ended in the middle.
+# ---- who writes ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _machine() -> str:
+    """Name what process ids are counted in: the machine since it was started, or a container of it."""
+    known = [socket.gethostname()]
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
+        with contextlib.suppress(OSError):
+            known.append(read())
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:8]
+
+
+def _started(pid: int) -> str | None:
+    """Say when a process was started, so that another one of its number is told from it; None where it has ended."""
+    if not Path("/proc/self/stat").is_file():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, 0)
+            return "0"
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _owner() -> str:
+    """Name this process, and one of the things that it writes."""
+    pid = os.getpid()
+    return f"{_machine()}-{pid}-{_started(pid)}-{next(_numbers)}"
+
+
+def _has_ended(owner: str) -> bool | None:
+    """Return whether the process of this name has ended; None where that can't be known, since it is another machine's."""
+    found = re.fullmatch(r"([0-9a-f]{8})-(\d+)-(\d+)-\d+", owner)
+    if found is None or found[1] != _machine():
+        return None
+    return _started(int(found[2])) != found[3]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of checkpoints; its file says who does. It is made by one call that fails where it is there, on NFS too.
+
+    One of a process that has ended is taken away. Should a lock be taken from a process that goes on after all, renaming still leaves
+    every checkpoint whole.
 
     Raises:
-        RuntimeProgramError: something else is there.
+        RuntimeProgramError: another process holds it, and goes on to.
     """
-    old = beside(target, "old")
-    if (old / RECORD).is_file() and not target.exists():
-        old.rename(target)
-    if target.exists() and not (target / RECORD).is_file():
+    lock, owner = folder / LOCK, _owner()
+    own = json.dumps({"owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode()
+    seen, since = None, time.monotonic()
+    while True:
+        try:
+            number = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            break
+        except FileExistsError:
+            held = _content(lock)
+        if held != seen:
+            seen, since = held, time.monotonic()
+        holder = _json(held)
+        ended = _has_ended(str(holder.get("owner")))
+        waited = time.monotonic() - since > HELD_S
+        if held is not None and (ended or (ended is None and waited)):
+            _take_away(lock, held, owner)
+        elif waited:
+            raise RuntimeProgramError(
+                f"{folder} is held by process {holder.get('pid')} on {holder.get('host')}, which saves a checkpoint there and does not go on "
+                f"({lock}); end it, or save into another folder"
+            )
+        time.sleep(PEEK_S)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(own)
+        yield
+    finally:
+        if own.startswith(_content(lock) or b""):  # the disk may have been full
+            lock.unlink(missing_ok=True)
+
+
+def _take_away(lock: Path, held: bytes, owner: str) -> None:
+    """Remove a lock whose file has this content; another one's that came in its place meanwhile is put back."""
+    taken = lock.with_name(f"{LOCK}.{owner}")
+    with contextlib.suppress(FileNotFoundError):
+        lock.rename(taken)
+        if _content(taken) == held:
+            taken.unlink(missing_ok=True)
+        else:
+            taken.rename(lock)
+
+
+def _content(path: Path) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
+
+
+def _json(content: bytes | None) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(content or b"{}")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+# ---- writing one -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint that this process writes, until it is whole.
+
+    Attributes:
+        target: where it will be.
+        folder: where it is written.
+        before: the ``checkpoint.json`` that was at ``target`` when it was begun.
+    """
+
+    target: Path
+    folder: Path
+    before: bytes | None
+
+    def finish(self, record: Mapping[str, Any], plan: bytes | None, keep: int | None) -> None:
+        """Make it whole, as all of its tensors are written, then the latest; then remove all but the last ``keep`` of its model.
+
+        Raises:
+            RuntimeProgramError: another process has saved one of this name since this one was begun.
+        """
+        if plan is not None:
+            _written(self.folder / PLAN, plan)
+        small = [file for file in sorted(self.folder.iterdir()) if file.suffix != BOXES]
+        sums: dict[str, int | None] = {file.name: _crc32(file) for file in small}
+        by = {"host": socket.gethostname(), "pid": os.getpid()}
+        whole = json.loads(json.dumps({**record, "by": by, "crc32": sums}))
+        whole["crc32"][RECORD] = _own_sum(whole)
+        _written(self.folder / RECORD, json.dumps(whole, indent=1).encode())
+        _sync(self.folder)
+        parent, old = self.target.parent, beside(self.target, "old")
+        with _locked(parent):
+            self._check_alone()
+            if self.target.exists():
+                _remove(old)
+                self.target.rename(old)
+            self.folder.rename(self.target)
+            new = parent / f".{LATEST}"
+            _written(new, f"{self.target.name}\n".encode())
+            new.replace(parent / LATEST)
+            _sync(parent)
+            surplus = [] if keep is None else whole_checkpoints(parent, whole.get("model"))[:-keep]
+            surplus += [each for each in parent.glob(".*.old") if each.with_name(each.name[1:-4]).exists()]
+            removed = [folder.rename(beside(folder, f"{_owner()}.part")) for folder in surplus]
+        for folder in removed:
+            _remove(folder)
+
+    def _check_alone(self) -> None:
+        now = _content(self.target / RECORD)
+        if now not in (None, self.before):
+            by = _json(now).get("by") or {}
+            raise RuntimeProgramError(
+                f"{self.target} was saved by process {by.get('pid')} on {by.get('host')} while this one was being written, and stays: two "
+                "runs, or two models, that save one name need a folder each"
+            )
+
+    def drop(self) -> None:
+        """Remove what was written, if it did not become whole."""
+        _remove(self.folder)
+
+
+def begin(target: Path, model: str | None) -> Part:
+    """Make the folder that a checkpoint of ``model`` is written into, and remove what processes have left that were ended in the middle.
+
+    Raises:
+        RuntimeProgramError: something else is there, or a checkpoint of another model.
+    """
+    if target.is_symlink() or (target.exists() and not (target / RECORD).is_file()):
         raise RuntimeProgramError(f"{target} is there and is no checkpoint; save into a folder that is new")
+    if _record_or_nothing(target).get("model") not in (None, model):
+        raise RuntimeProgramError(
+            f"{target} is a checkpoint of another model, which stays: checkpoints of several models need names of their own"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in [old, *target.parent.glob(".*.part")]:
-        if left.is_dir():
-            shutil.rmtree(left)
-    beside(target, "part").mkdir()
+    part = Part(target, beside(target, f"{_owner()}.part"), _content(target / RECORD))
+    part.folder.mkdir()
+    now = part.folder.stat().st_mtime  # by the clock of the disk
+    for left in target.parent.glob(".*.part"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            ended = _has_ended(left.name.split(".")[-2])
+            if ended or (ended is None and now - _changed(left) > IDLE_S):
+                _remove(left)
+    return part
 
 
-def finish(target: Path, record: Mapping[str, Any], plan: bytes | None, keep: int | None) -> None:
-    """Make a checkpoint whole whose tensors are written, then the latest; then remove all but the last ``keep``."""
-    part, old = beside(target, "part"), beside(target, "old")
-    if plan is not None:
-        _written(part / PLAN, plan)
-    sums = {name: _crc32(part / name) for name in (METADATA, PLAN) if (part / name).is_file()}
-    _written(part / RECORD, json.dumps({**record, "crc32": sums}, indent=1).encode())
-    _sync(part)
-    if target.exists():
-        target.rename(old)
-    part.rename(target)
-    new = target.parent / f".{LATEST}"
-    _written(new, f"{target.name}\n".encode())
-    new.replace(target.parent / LATEST)
-    _sync(target.parent)
-    surplus = [] if keep is None else whole_checkpoints(target.parent)[:-keep]
-    for folder in surplus:
-        folder = folder.rename(beside(folder, "part"))
-        shutil.rmtree(folder)
-    if old.exists():
-        shutil.rmtree(old)
+def _changed(folder: Path) -> float:
+    """When something in a folder was last changed."""
+    return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, if it is there, of which others may remove parts meanwhile."""
+    while folder.is_dir() and not folder.is_symlink():
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _written(path: Path, content: bytes) -> None:

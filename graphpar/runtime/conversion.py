@@ -19,19 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from graphpar.runtime.adapters import base_weights, check_mergeable, write_adapters
-from graphpar.runtime.checkpoint import check_names
+from graphpar.runtime.checkpoint import check_names, shapes_of
 from graphpar.runtime.checkpoint_folders import (
     FORMAT,
     PLAN,
     RECORD,
     begin,
-    beside,
     find,
-    finish,
+    model_of,
     read_record,
     whole_checkpoints,
 )
@@ -41,6 +39,7 @@ from graphpar.runtime.plan_record import Adapter, Record, read_object
 from graphpar.runtime.saved_state import MODEL, is_frozen, may_become
 from graphpar.runtime.stages import emitted_package, empty_stage
 from graphpar.runtime.stored_boxes import (
+    BoxWriter,
     SavePlanner,
     check_entries,
     read_entries,
@@ -286,14 +285,13 @@ def _check_empty(out: Path) -> None:
 
 
 def _write(tensors: Mapping[tuple[str, ...], Tensor], record: Mapping[str, Any], plan: bytes | None, out: Path) -> None:
-    entries = [whole_entry(path, tensor.contiguous()) for path, tensor in tensors.items()]
-    begin(out)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-        dcp_save(
-            {entry.key: entry for entry in entries},
-            storage_writer=FileSystemWriter(beside(out, "part")),
-            planner=SavePlanner(),
-            no_dist=True,
-        )
-    finish(out, record, plan, None)
+    entries = {entry.key: entry for entry in (whole_entry(path, value.contiguous()) for path, value in tensors.items())}
+    model = model_of(shapes_of(entries))
+    part = begin(out, model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+            dcp_save(dict(entries), storage_writer=BoxWriter(part.folder), planner=SavePlanner(), no_dist=True)
+        part.finish({**record, "model": model}, plan, None)
+    finally:
+        part.drop()

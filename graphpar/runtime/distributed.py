@@ -16,11 +16,12 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,10 @@ PEER_LOSS = (
     "recvvalue failed", "timed out waiting", "wait timeout", "application timeout",
 )  # fmt: skip
 """What torch's backends say when the other side is gone."""
+FROM_GLOO = re.compile(r"\[\S*gloo\S*:\d+\] ")
+"""How an error of gloo begins, which is a RuntimeError like any other."""
+LEFT = "graphpar_left_"
+"""Before the rank, in the store: that this one went without an error."""
 
 GRACE_S = 20.0
 """How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
@@ -52,6 +57,9 @@ SHOWN = 4
 
 USER_ERROR = 2
 """The exit status when the user must change something."""
+
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Addresses that only this machine reaches."""
 
 LAUNCHED = "GRAPHPAR_LAUNCHED"
 """Set in the environment by a launcher that reads the ranks' error files and reports the error itself."""
@@ -81,6 +89,11 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
     try:
         ranks = _join(timeout_s)
         yield ranks
+        _leave()
+    except SystemExit as error:
+        if not error.code:
+            _leave()
+        raise
     except Exception as error:
         fail(error)
     finally:
@@ -132,37 +145,68 @@ def _join(timeout_s: float) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    if under_torchrun:
+    own = _local_store(rank, world_size, timeout) if local_world == world_size else None
+    if own is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, local_rank, device, backend)
+
+
+def _local_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Make the store of ranks of one machine, which no other machine can reach; None where torchrun's own serves them."""
+    if "RANK" not in os.environ:
+        return HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("MASTER_ADDR") not in LOOPBACK:
+        return None
+    address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
+    listener = socket.create_server(address).detach() if rank == 0 else None
+    return dist.TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
+
+
+def _leave() -> None:
+    """Note that this rank goes without an error, for one that still waits for it."""
+    with suppress(RuntimeError, ValueError):  # there is no group any more, or no store
+        dist.distributed_c10d._get_default_store().set(f"{LEFT}{dist.get_rank()}", "")
+
+
+def _have_left() -> list[int]:
+    """Return the ranks that have gone without an error; none where the store has gone, too."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return [rank for rank in range(dist.get_world_size()) if store.check([f"{LEFT}{rank}"])]
+    except (RuntimeError, ValueError):
+        return []
 
 
 def fail(error: Exception) -> None:
     """Report ``error`` as this rank's own failure and exit, or wait to be ended if only a peer was lost."""
     cause = root_cause(error)
     secondary = lost_peer(error)
-    if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        time.sleep(GRACE_S)
     rank = int(os.environ.get("RANK", "0"))
     user, message = isinstance(cause, RuntimeProgramError), str(cause)
+    cause_text = re.sub(r"^\[.*?\] *", "", message) if secondary else ""
     if isinstance(cause, OSError) and cause.errno in NO_ROOM:
         user, message = True, f"{cause.filename or 'a file'} can't be written: {cause.strerror}"
     elif not user:
         message = f"{type(cause).__name__}: {cause}"
     if secondary:
-        cause_text = re.sub(r"^\[.*?\] *", "", str(cause))
-        message = f"another rank went away, or was waited for too long ({cause_text})"
+        left = _have_left()
+        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
+        ended = f"{who} ended without an error while this rank waits for it: it left its loop early, or exited"
+        message = f"{ended if left else 'another rank went away, or was waited for too long'} ({cause_text})"
     frames, raised = ("", f"error: {message}\n") if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": frames + raised, "frames": frames, "timestamp": str(int(time.time()))}
         own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
+        own["lost"] = cause_text
         own["agreed"] = str(isinstance(cause, AgreedError))
         Path(path).write_text(
             json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}), encoding="utf-8"
         )
+    if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(GRACE_S)
     if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and rank != 0):
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()
@@ -190,8 +234,10 @@ def lost_peer(error: BaseException) -> bool:
     cause = root_cause(error)
     if isinstance(cause, dist.DistNetworkError):
         return True
-    text = str(cause).lower()
-    return isinstance(cause, RuntimeError) and any(sign in text for sign in PEER_LOSS)
+    of_backend = isinstance(cause, dist.DistError) or (
+        isinstance(cause, RuntimeError) and FROM_GLOO.match(str(cause)) is not None
+    )
+    return of_backend and any(sign in str(cause).lower() for sign in PEER_LOSS)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

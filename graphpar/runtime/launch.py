@@ -15,6 +15,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,7 @@ class _Failure:
     time_ns: int
     secondary: bool
     user: bool
+    lost: str  # what the backend said of a lost peer
     agreed: bool  # every rank has the same error, so that none need be named
 
     @property
@@ -99,11 +101,14 @@ def torchrun(
     """
     with tempfile.TemporaryDirectory(prefix="graphpar_launch_") as scratch:
         logs = Path(scratch)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        command += [f"--log-dir={logs / 'ranks'}", "--redirects=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "--local-addr=localhost"]
+        # Ranks meet in a file, so that torchrun listens nowhere; theirs is the store of graphpar.runtime.start().
+        command += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={logs / 'rendezvous'}"]
+        command += [f"--rdzv-id={logs.name}", f"--log-dir={logs / 'ranks'}", "--redirects=2"]
         command += [*(["--module"] if module else []), str(target), *args]
         kept = [sys.executable, "-I", "-S", keeper.__file__, scratch, *map(str, folders), "--", *command]
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, LAUNCHED: "1", **(env or {})}
+        usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **_loopback()}
+        variables = {**usual, **os.environ, LAUNCHED: "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
         started = time.monotonic()
         printed = _Printed(logs / "ranks", on_stdout, on_stderr)
         with (logs / "stderr").open("wb") as err:
@@ -118,7 +123,13 @@ def torchrun(
         own = (logs / "stderr").read_text(encoding="utf-8", errors="replace")
         if process.returncode == 0 and in_time:
             return LaunchResult(printed.stdout, printed.stderr + own, seconds)
-        raise _error(_failures(logs / "ranks"), in_time, timeout_s, process.returncode, own, printed)
+        raise _error(_failures(logs / "ranks"), nproc, in_time, timeout_s, process.returncode, own, printed)
+
+
+def _loopback() -> dict[str, str]:
+    """Have the backends' own sockets, too, listen where only this machine reaches them."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -216,6 +227,7 @@ def _failures(folder: Path) -> list[_Failure]:
                     time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * 10**9)),
                     secondary=extra.get("secondary") == "True",
                     user=extra.get("user") == "True",
+                    lost=extra.get("lost", ""),
                     agreed=extra.get("agreed") == "True",
                 )
             )
@@ -225,7 +237,7 @@ def _failures(folder: Path) -> list[_Failure]:
 
 
 def _error(
-    failures: list[_Failure], in_time: bool, timeout_s: float, returncode: int, own: str, printed: _Printed
+    failures: list[_Failure], nproc: int, in_time: bool, timeout_s: float, returncode: int, own: str, printed: _Printed
 ) -> LaunchError:
     """The first cause that is known: a rank's own error, how a rank ended, a lost peer, the time, torchrun itself."""
     first = failures[0] if failures else None
@@ -235,6 +247,10 @@ def _error(
     if in_time and ended is not None and (first is None or first.rank != int(ended[1])):
         return _ended(int(ended[1]), int(ended[2]), printed)
     if in_time and first is not None:
+        silent = sorted(set(range(nproc)) - {failure.rank for failure in failures})
+        if silent:  # all that lost a peer have said so
+            what = f"ended without an error while rank {first.rank} waits for it, left its loop early, or takes no part"
+            return LaunchError(f"{what} ({first.lost})", silent[0])
         return first.error
     if not in_time:
         details = printed.untold(printed.stderr.splitlines())

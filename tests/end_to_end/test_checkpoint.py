@@ -360,11 +360,10 @@ def test_a_kill_between_any_two_changes_of_a_folder(
     record = checkpoint_folders.read_record(saved)
 
     def save(name: str, time: float) -> None:
-        checkpoint_folders.begin(root / name)
-        for file in saved.glob("*.distcp"):
-            shutil.copy(file, root / f".{name}.part")
-        shutil.copy(saved / ".metadata", root / f".{name}.part")
-        checkpoint_folders.finish(root / name, {**record, "time": time}, b"{}", 1)
+        part = checkpoint_folders.begin(root / name, record["model"])
+        for file in (*saved.glob("*.distcp"), saved / ".metadata", saved / "tensors.json"):
+            shutil.copy(file, part.folder)
+        part.finish({**record, "time": time}, b"{}", 1)
 
     class Killed(BaseException):
         pass
