@@ -12,7 +12,7 @@ from tests.zoo import ZOO
 from tests.zoo_programs import MODELS, check, planned, program_of, verified
 
 pytestmark = pytest.mark.usefixtures("unpriced")
-DRAWN = range(0, 200) if SEED == "all" else sample(range(200), 12)
+DRAWN = range(200) if SEED == "all" else sample(range(200), 12)
 
 
 @pytest.mark.slow

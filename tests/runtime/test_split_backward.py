@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,16 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from graphpar.runtime.split_backward import guard, is_whole
 
 WIDTH = 4
+OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "m": lambda x, other, w: x @ w,
+    "a": lambda x, other, w: x + other,
+    "t": lambda x, other, w: torch.tanh(x),
+    "s": lambda x, other, w: torch.sigmoid(x) * other,
+    "x": lambda x, other, w: x * other,
+    "r": lambda x, other, w: torch.relu(x) + other.detach(),
+    "l": lambda x, other, w: nn.functional.layer_norm(x, (WIDTH,), w[0], w[1]),
+    "g": lambda x, other, w: x @ torch.tanh(w) + other,
+}
 
 
 class Drawn(nn.Module):
@@ -32,17 +43,7 @@ class Drawn(nn.Module):
         values = [first, second]
         for kind, place, weight in self.steps:
             x, other, w = values[-1], values[int(place * len(values))], self.weights[weight]
-            made = {
-                "m": lambda: x @ w,
-                "a": lambda: x + other,
-                "t": lambda: torch.tanh(x),
-                "s": lambda: torch.sigmoid(x) * other,
-                "x": lambda: x * other,
-                "r": lambda: torch.relu(x) + other.detach(),
-                "l": lambda: nn.functional.layer_norm(x, (WIDTH,), w[0], w[1]),
-                "g": lambda: x @ torch.tanh(w) + other,
-            }[kind]()
-            values.append(made)
+            values.append(OPERATORS[kind](x, other, w))
         computed = values[2:]
         again = [computed[int(place * (len(computed) - 1))] for place in self.sent]
         return tuple({id(value): value for value in (computed[-1], *again)}.values())
