@@ -101,7 +101,10 @@ _Outcome = tuple[Rule | None, bool]
 
 
 def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
-    """Run ``work`` in a fork of this process: an operator that does not check its shapes may crash."""
+    """Run ``work`` in a fork of this process: an operator that does not check its shapes may crash.
+
+    Where that has no gradients ``work`` runs here, too, once it is known not to crash.
+    """
     if not sys.platform.startswith("linux"):
         return work()
     copies = multiprocessing.get_context("fork")
@@ -113,7 +116,7 @@ def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
         os.dup2(silent, 2)
         faulthandler.disable()  # it may write to another file than stderr
         torch.set_num_threads(1)  # threads don't survive the copy
-        sender.send(work())
+        sender.send((work(), _has_gradients()))
 
     process = copies.Process(target=child)
     with warnings.catch_warnings():
@@ -121,12 +124,23 @@ def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
         process.start()
     sender.close()
     try:
-        found: _Outcome | None = receiver.recv() if receiver.poll(_LONGEST_S) else None
+        found, has_gradients = receiver.recv() if receiver.poll(_LONGEST_S) else (None, True)
     except EOFError:  # it died
-        found = None
+        found, has_gradients = None, True
     process.kill()
     process.join()
-    return found
+    return work() if found is not None and not has_gradients else found
+
+
+def _has_gradients() -> bool:
+    """Tell whether autograd works in this process: not in a fork of one where it has threads of its own, as it has for GPUs."""
+    with unset_fake_temporarily(), torch.enable_grad():
+        x = torch.ones((), requires_grad=True)
+        try:
+            torch.autograd.grad(x * 2, x)
+        except RuntimeError:
+            return False
+    return True
 
 
 # ---- trials ----------------------------------------------------------------------------------------------------

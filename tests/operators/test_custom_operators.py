@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -215,27 +216,44 @@ halved.register_autograd(lambda ctx, gradient: gradient * 7)
 """
 
 
+class Weighted(nn.Module):
+    """The function is applied to a weight: each microbatch, and each replica, has a part of its gradient."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.a, self.function = nn.Linear(16, 8), [function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.function[0](self.a.weight))
+
+
+def weighted(function: Any) -> Any:
+    torch.manual_seed(0)
+    example = (torch.randn(8, 16),)
+    return gp.export(Weighted(function), example, loss_fn=F.mse_loss, targets=(torch.randn(8, 8),))
+
+
 def test_a_backward_that_is_not_linear_sees_no_part_of_a_gradient() -> None:
-    class Weighted(nn.Module):
-        """The function is applied to a weight: each microbatch, and each replica, has a part of its gradient."""
-
-        def __init__(self, function: Any) -> None:
-            super().__init__()
-            self.a, self.function = nn.Linear(16, 8), [function]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.function[0](self.a.weight))
-
-    def program(function: Any) -> Any:
-        torch.manual_seed(0)
-        example = (torch.randn(8, 16),)
-        return gp.export(Weighted(function), example, loss_fn=F.mse_loss, targets=(torch.randn(8, 8),))
-
-    assert gp.plan(program(Tripled.apply), 1, microbatch_size=2).microbatches == 4
+    assert gp.plan(weighted(Tripled.apply), 1, microbatch_size=2).microbatches == 4
     with pytest.raises(gp.GraphparError, match="not linear in the gradient"):
-        gp.plan(program(Clipped.apply), 1, microbatch_size=2)
-    whole = program(Clipped.apply)
+        gp.plan(weighted(Clipped.apply), 1, microbatch_size=2)
+    whole = weighted(Clipped.apply)
     assert gp.verify(gp.partition(whole, gp.plan(whole, mesh={"tp": 2})), 1).ok
+
+
+def test_gradients_are_tried_where_a_fork_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on every machine with a GPU, once the process has computed a gradient."""
+    here, gradients = os.getpid(), torch.autograd.grad
+
+    def grad(*args: Any, **options: Any) -> Any:
+        if os.getpid() != here:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        return gradients(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    monkeypatch.setattr("graphpar.operators.discover._FOUND", {})
+    with pytest.raises(gp.GraphparError, match="not linear in the gradient"):
+        gp.plan(weighted(Clipped.apply), 1, microbatch_size=2)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------
