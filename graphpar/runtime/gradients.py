@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.delays import delay
+from graphpar.runtime.distributed import agreed, gather_tensors
 from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import event
@@ -43,6 +44,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards, Unit, pieces_of
+from graphpar.runtime.replicas import checksum
 from graphpar.runtime.weights import parameters_by_name
 
 BUCKET_BYTES = 25 * 2**20
@@ -54,6 +56,7 @@ class _Partial:
     """A parameter whose gradient must be summed: over ranks, over several copies on this rank, or both."""
 
     copies: Sequence[nn.Parameter]
+    name: str = ""
     before: list[Tensor | None] = field(default_factory=list)
     total: Tensor | None = None
 
@@ -172,6 +175,7 @@ class Gradients:
         shards: OptimizerShards | None = None,
     ) -> None:
         self.device = device
+        self._rank = groups.rank
         self.microbatches = program.microbatches
         held = parameters_by_name(stages, program.ties)
         everyone = groups.gather("pp", {name: len(copies) for name, copies in held.items()})
@@ -195,7 +199,7 @@ class Gradients:
                 reduced = bool(set(axes) & set(REPLICAS))
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
             if copies and (elsewhere or len(copies) > 1 or shards is not None or program.scales_loss):
-                sums[key].partials.append(_Partial(copies))
+                sums[key].partials.append(_Partial(copies, name))
             replicated = [axis for axis, kind in spec.items() if not isinstance(kind, Shard)]
             if shards is not None:
                 replicated = [axis for axis in replicated if axis not in STATE_AXES]
@@ -326,6 +330,37 @@ class Gradients:
                 f"{what} needs reduced gradients, but those of the last steps, with accumulate=True, stay on their ranks until a "
                 "step without it; call pipeline.step(batch) once more, or pipeline.zero_grad() to drop them"
             )
+
+    def check_copies(self) -> None:
+        """Compare the parameters whose gradients are summed, over the same ranks and copies; a collective call.
+
+        Raises:
+            AgreedError: on every rank, if one has other values than its copies.
+        """
+        found: str | None = None
+        for total in self._sums:
+            trained = [each for each in total.partials if any(copy.requires_grad for copy in each.copies)]
+            if not trained:
+                continue
+            sums = [torch.stack([checksum(local(copy.detach())) for copy in each.copies]) for each in trained]
+            differing = {each.name: (self._rank,) * 2 for each, own in zip(trained, sums) if (own != own[0]).any()}
+            if total.group is not None:
+                gathered = gather_tensors(torch.stack([own[0] for own in sums]), total.group)
+                ranks = dist.get_process_group_ranks(total.group)
+                for rank, theirs in zip(ranks, gathered):
+                    names = [each.name for each, other in zip(trained, (theirs != gathered[0]).tolist()) if other]
+                    differing |= dict.fromkeys(names, (ranks[0], rank))
+            if differing and found is None:
+                name, (first, second) = next(iter(differing.items()))
+                more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+                where = f"ranks {first} and {second}" if first != second else f"two stages of rank {first}"
+                found = (
+                    f"{name}{more} should be the same on {where}, which have the same gradients of it, but their optimizers have made it "
+                    "different; make them with pipeline.optimizer(), or alike for all that pipeline.named_parameters() calls by one name"
+                )
+        with agreed():
+            if found is not None:
+                raise RuntimeProgramError(found)
 
     def drop(self) -> None:
         """Forget what was set aside: the gradients of steps that were not finished are dropped."""

@@ -56,7 +56,7 @@ from graphpar.runtime.offloaded_state import OffloadedState
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.optimizers import build_optimizer, describe_model, factory
 from graphpar.runtime.other_optimizers import OtherOptimizers
-from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
+from graphpar.runtime.replicas import check_program, check_ranks, check_replicas, is_compared
 from graphpar.runtime.saved_state import State
 from graphpar.runtime.schedules import keyword_names
 from graphpar.runtime.split_backward import is_whole
@@ -360,12 +360,14 @@ class Pipeline:
                 or loads, or by ``close``.
 
         Raises:
-            RuntimeProgramError: it can't be saved, or gradients are yet to be reduced.
+            RuntimeProgramError: it can't be saved, gradients are yet to be reduced, or ranks that update the same parameters have made
+                them different.
         """
         self._check_unmerged("save_checkpoint")
         self._saver.wait()
         with agreed():
             self._gradients.check_reduced("save_checkpoint")
+        self._gradients.check_copies()
         state = self._state(optimizer)
         progress = checkpoint.Progress(self.seed, self.steps_done, self._scale, self._schedule_of(optimizer))
         checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, wait=wait)
@@ -508,13 +510,16 @@ class Pipeline:
 
         Raises:
             RuntimeProgramError: the batch does not fit the program, or several can't be computed one after the other, before anything
-                is sent.
+                is sent; or, which is looked at in steps 1, 2, 4, ... 64 and every 64th, ranks differ in the number of the step, in the
+                batch, or in parameters that all of them update.
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._places.check()
         at(step=self.steps_done if step is None else step)
         batches = together(self.program, batch, training=True)
+        if self._feed.given and is_compared(self._feed.given):
+            self._gradients.check_copies()
         losses = [
             self._run(values, accumulate or place < len(batches))
             for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
