@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
@@ -93,7 +94,9 @@ def counts_function(program: Program) -> str:
 
     def constant(name: str) -> str:
         value = program.constants[name]
-        return f"torch.tensor({value.tolist()!r}, device={anchor}.device)"
+        told = value.dtype in (torch.float32, torch.int64, torch.bool)  # what torch makes of Python's numbers
+        dtype = "" if told else f", dtype={value.dtype}"
+        return f"torch.tensor({printer.expression(value.tolist()).text}{dtype}, device={anchor}.device)"
 
     names = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     printer = GraphPrinter(program.counts, constant, keywords=names)

@@ -3,13 +3,17 @@
     aten.linear(x, w)  ──record──►  F.linear(x, self.weight)         aten.erfinv(x)  ──rule──►  torch.erfinv(x)
 
 Operators whose record has no spelling that fits are spelled ``F.name``, ``torch.name``, ``torch.linalg.name`` or as a method, whichever
-takes the same arguments; else ``torch.ops.namespace.name``.
+takes the same arguments; else ``torch.ops.namespace.name``. A spelling fits if each argument that is not at its default changes the
+text.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,7 @@ from torch import Tensor, fx
 from graphpar.emitted import collectives
 from graphpar.ir.program import operator_name
 from graphpar.operators.functions import OPERATORS, FunctionOperator
-from graphpar.operators.spelling import REDUCTIONS, Expression, Printed, call, called_on, given_arguments, literal
+from graphpar.operators.spelling import WORDS, Expression, Printed, Spelling, call, called_on, given_arguments, literal
 from graphpar.operators.table import record_named
 
 
@@ -26,15 +30,42 @@ def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
     """Write a ``call_function`` node in Python. ``anchor`` is an expression whose ``.device`` factories use."""
     if getattr(node.target, "__module__", None) == collectives.__name__:
         return _collective(node, shown)
-    name = operator_name(node)
-    tried = (spelling(node, shown) for spelling in record_named(name).spelling)
-    return next((spelled for spelled in tried if spelled is not None), None) or _by_rule(node, name, shown, anchor)
+    for spelling in (*record_named(operator_name(node)).spelling, partial(_by_rule, anchor=anchor)):
+        spelled = spelling(node, shown)
+        if spelled is not None and _tells_all(node, shown, spelling, spelled):
+            return spelled
+    return _as_operator(node, shown)
+
+
+SILENT = {"device", "layout", "pin_memory", "non_blocking", "cudnn_enable", "cudnn_enabled", "path"}
+"""Arguments that no result depends on: where a program runs, and the order (``path``) in which einsum takes its products."""
+
+
+def _tells_all(node: fx.Node, shown: Printed, spelling: Spelling, spelled: Expression) -> bool:
+    """Whether each argument that differs from its default shows in the text: with the default in its place another would come out."""
+    others = (spelling(changed, shown) for changed in _at_defaults(node))
+    return all(other is None or other.text != spelled.text for other in others)
+
+
+def _at_defaults(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield ``node`` with each argument that it is given in turn left at its default."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    given = given_arguments(node)
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name in given and argument.has_default_value() and argument.name not in SILENT:
+            default = argument.default_value
+            args = tuple(default if place == index else item for index, item in enumerate(node.args))
+            kwargs = {key: default if key == argument.name else item for key, item in node.kwargs.items()}
+            made = {"op": node.op, "target": node.target, "args": args, "kwargs": kwargs, "meta": node.meta}
+            yield cast(fx.Node, SimpleNamespace(**made, name=node.name, users=node.users))
 
 
 _FAMILIES = {"linalg_": "torch.linalg.", "fft_": "torch.fft.", "special_": "torch.special."}
 
 
-def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expression:
+def _by_rule(node: fx.Node, shown: Printed, anchor: str) -> Expression:
+    name = operator_name(node)
     arguments = [shown(argument) for argument in node.args]
     texts = [argument.text for argument in arguments]
     options = {key: shown(item).text for key, item in node.kwargs.items()}
@@ -57,7 +88,13 @@ def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expressio
             return call(path, *fitting)
     if node.args and isinstance(node.args[0], fx.Node) and callable(getattr(Tensor, name, None)):
         return called_on(arguments[0], name, texts[1:], options)
-    return call(f"torch.ops.aten.{name}.{target._overloadname}", texts, options)
+    return _as_operator(node, shown)
+
+
+def _as_operator(node: fx.Node, shown: Printed) -> Expression:
+    """``torch.ops.aten.name.default(...)`` with all arguments."""
+    options = {key: shown(item).text for key, item in node.kwargs.items()}
+    return call(f"torch.ops.{node.target}", [shown(item).text for item in node.args], options)
 
 
 def _is_factory(node: fx.Node) -> bool:
@@ -111,7 +148,7 @@ def _fitting(function: Any, node: fx.Node, shown: Printed) -> tuple[list[str], d
         if name not in given:
             aligned = False
             continue
-        item = literal(REDUCTIONS[given[name]]) if name == "reduction" else shown(given[name]).text
+        item = literal(WORDS[name][given[name]]) if name in WORDS else shown(given[name]).text
         own = parameters[names[position]] if position < len(names) else None
         same = (
             own is not None

@@ -242,7 +242,7 @@ RECORDS: dict[str, Record] = {
     **each("mv dot", Record(Kind.PRODUCT, matmul)),
     "vdot": Record(Kind.PRODUCT, line("k, k -> ", linear=2)),
     "inner": Record(Kind.PRODUCT, line("... k, n k -> ... n", linear=2)),
-    "einsum": Record(Kind.PRODUCT, einsum),
+    "einsum": Record(Kind.PRODUCT, einsum, spelling=(write.einsum,)),
     "tensordot": Record(Kind.PRODUCT, tensordot, spelling=(write.tensordot,)),
     "addmm": Record(Kind.PRODUCT, added("m k, k n -> m n"), bias=0),
     "baddbmm": Record(Kind.PRODUCT, added("b m k, b k n -> b m n"), bias=0),
@@ -259,7 +259,7 @@ RECORDS: dict[str, Record] = {
     "cached_attention": Record(Kind.ATTENTION, placements=attention),
     "embedding": Record(
         Kind.LOOKUP, placements=embedding, module="Embedding",
-        spelling=(write.function("F.embedding", "indices weight", "padding_idx"),),
+        spelling=(write.function("F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"),),
     ),
     "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),

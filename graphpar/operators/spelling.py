@@ -138,8 +138,7 @@ def function(path: str, positional: str, keywords: str = "") -> Spelling:
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         given = given_arguments(node)
-        if "reduction" in given:
-            given["reduction"] = REDUCTIONS[given["reduction"]]
+        given |= {name: words[given[name]] for name, words in WORDS.items() if name in given}
         arguments: list[str] = []
         positions = positional.split()
         while positions and positions[0] in given:
@@ -150,8 +149,11 @@ def function(path: str, positional: str, keywords: str = "") -> Spelling:
     return spelled
 
 
-REDUCTIONS = ("none", "mean", "sum")
-"""The words of torch.nn.functional for ATen's numbers of a loss's reduction."""
+WORDS = {
+    "reduction": ("none", "mean", "sum"),
+    "compute_mode": ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"),
+}
+"""The words of torch's functions for numbers of ATen's, by argument."""
 
 
 def loss(path: str, keywords: str = "") -> Spelling:
@@ -264,6 +266,13 @@ def cast(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.float()``"""
     name = _CASTS.get(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
     return None if name is None else Expression(f"{shown(node.args[0]).at(ATOM)}.{name}()")
+
+
+def einsum(node: fx.Node, shown: Printed) -> Expression | None:
+    """``torch.einsum("ij,jk", a, b)``, which finds the order of its products itself."""
+    equation, operands = node.args[:2]
+    assert isinstance(operands, list | tuple)
+    return call("torch.einsum", [shown(item).text for item in (equation, *operands)], {})
 
 
 def tensordot(node: fx.Node, shown: Printed) -> Expression | None:

@@ -352,6 +352,9 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
     with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
             policy.backward(loss)
+    for parameter in policy.parameters:  # a sparse one can't be clipped or written
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
     if setting.microbatched:
         _count_microbatches(model, setting.plan.microbatches)
     reference.dtype = least_precise([reference.dtype, *watched.dtypes])

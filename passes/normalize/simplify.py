@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
-from graphpar.operators.placement import literal
+from graphpar.operators.placement import argument_place, literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, infer, is_inplace
@@ -37,7 +37,15 @@ def simplify(program: Program) -> Program:
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in program.constants.items() if name in used or name in program.buffers}
-    return program.with_graph(graph, constants=constants)
+    result = program.with_graph(graph, constants=constants)
+    return result.warn(DENSE) if any(_of_sparse_gradient(node) for node in program.graph.nodes) else result
+
+
+DENSE = "Embeddings with sparse=True have dense gradients here, of the same values; an optimizer for sparse gradients alone refuses them."
+
+
+def _of_sparse_gradient(node: fx.Node) -> bool:
+    return record_of(node).kind is Kind.LOOKUP and literal(node, "sparse") is True
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
@@ -267,6 +275,13 @@ def _grouped_mm(node: fx.Node) -> None:
     node.args, node.kwargs = node.args[:2], {"offs": node.args[2] if len(node.args) > 2 else node.kwargs["offs"]}
 
 
+def _dense_gradient(node: fx.Node) -> None:
+    """Let a table have a dense gradient, which can be summed over ranks, where a sparse one of the same values was asked for."""
+    if _of_sparse_gradient(node):
+        place = argument_place(node, "sparse")
+        node.args = tuple(False if index == place else item for index, item in enumerate(node.args))
+
+
 def _usual_scale(node: fx.Node) -> None:
     """Drop the scale of attention that it has anyway."""
     scale, width = node.kwargs.get("scale"), value_of(node.args[0]).shape[-1]  # type: ignore[arg-type]
@@ -291,6 +306,7 @@ _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "cat": _cat,
     "grouped_mm_fallback": _grouped_mm,
     "scaled_dot_product_attention": _usual_scale,
+    **dict.fromkeys(("embedding", "embedding_bag"), _dense_gradient),
 }
 
 
