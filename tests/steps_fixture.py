@@ -41,6 +41,7 @@ def _train(case: dict[str, Any], device: torch.device, seen: dict[str, Any]) -> 
         pipeline.assert_idle()
         optimizer.step()
         pipeline.zero_grad()
+        pipeline.assert_idle()  # new values may be on their way
         if case.get("infers"):
             pipeline.infer(batch)
             pipeline.assert_idle()

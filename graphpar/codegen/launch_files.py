@@ -103,7 +103,9 @@ def launch_files(name: str, plan: Plan, example: str) -> dict[str, str]:
     devices = min(node, ranks) if ranks % min(node, ranks) == 0 else math.gcd(node, ranks)
     nodes = ranks // devices
     gpus = plan.cluster is not None and plan.cluster.device.kind == "cuda"
-    place = plan.cluster.device.name if plan.cluster is not None else plural(devices, "device").partition(" ")[2]
+    place = (
+        _shown(plan.cluster.device.name) if plan.cluster is not None else plural(devices, "device").partition(" ")[2]
+    )
     usage = f"In this folder:\n#\n#     ./launch.sh {example}"
     if nodes > 1:
         usage = (
@@ -114,7 +116,7 @@ def launch_files(name: str, plan: Plan, example: str) -> dict[str, str]:
     values = {
         "script": SCRIPTS[plan.mode],
         "verb": "Train" if plan.mode == "train" else "Run",
-        "name": name,
+        "name": _shown(name),
         "job": job or "graphpar",
         "nodes": nodes,
         "devices": devices,
@@ -130,3 +132,8 @@ def launch_files(name: str, plan: Plan, example: str) -> dict[str, str]:
     }
     templates = {"launch.sh": _SHELL, "launch.sbatch": _SLURM, "launch.yaml": _KUBERNETES}
     return {file: template.format(**values) for file, template in templates.items()}
+
+
+def _shown(name: str) -> str:
+    """A name as a comment of a shell script or of YAML may have it: nothing of it ends the line, or begins something else."""
+    return re.sub(r"[^\w .,:+/()-]", "_", name)

@@ -37,7 +37,7 @@ from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
-from graphpar.codegen.token_inputs import vocabularies
+from graphpar.codegen.token_inputs import classes, vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import (
     collectives,
@@ -334,13 +334,13 @@ def interface(
     program: Program, plan: Plan, stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]
 ) -> dict[str, Any]:
     """Describe for the runtime: inputs, what each stage takes and sends, loss denominators, ties."""
-    tables = vocabularies(program)
+    tables, labels = vocabularies(program), classes(program)
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     other_names = {name for group in program.ties for name in group[1:]}
     return {
-        "inputs": [_input(entry, plan, tables.get(entry.name)) for entry in program.inputs],
+        "inputs": [_input(entry, plan, tables.get(entry.name), labels.get(entry.name)) for entry in program.inputs],
         "counts": {"names": list(program.count_names), "inputs": counts_inputs},
         "stages": [
             {
@@ -418,9 +418,10 @@ def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any)
     return {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), **more}
 
 
-def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
-    """Describe an input; ``rows`` are those of the table in which it looks up."""
+def _input(entry: Input, plan: Plan, rows: int | None, labels: tuple[int, int] | None) -> dict[str, Any]:
+    """Describe an input; ``rows`` are those of the table in which it looks up, ``labels`` the classes of a loss, and the ignored one."""
     below, dim, shape = {} if rows is None else {"below": rows}, entry.batch_dim, entry.shape_at(plan.global_batch)
+    below |= {} if labels is None else dict(zip(("classes", "ignored"), labels))
     if plan.mode == GENERATE:  # sequences, of as many positions as the cache has
         dim, shape = 0, (entry.shape[0] * plan.mesh.replicas, *entry.shape[1:])
     return _described(entry.name, shape, entry.dtype, batch_dim=dim, role=entry.role, **below)

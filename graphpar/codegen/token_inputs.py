@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import collectives
-from graphpar.ir.program import Input, Program, run_plain
+from graphpar.ir.program import Input, Program, run_plain, value_of
+from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.runtime.data import IGNORED
@@ -81,6 +82,24 @@ def vocabularies(program: Program) -> dict[str, int]:
             info = program.tensor_info(str(tables[0].target))
             rows = (info.whole or info.shape)[0]
             found[inputs[0]] = min(rows, found.get(inputs[0], rows))
+    return found
+
+
+def classes(program: Program) -> dict[str, tuple[int, int]]:
+    """How many classes a loss knows for each target whose every element is a label, and the label that it ignores."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or record_of(node).kind is not Kind.CLASS_LOSS:
+            continue
+        logits, target = value_of(node.args[0]), _source(node.args[1])
+        if target.op != "placeholder" or value_of(target).is_floating_point():
+            continue
+        sharded = node.target is collectives.vocab_cross_entropy
+        count = int(node.args[3] if sharded else logits.shape[min(1, logits.ndim - 1)])
+        ignored = (
+            node.kwargs.get("ignore_index", IGNORED) if sharded else literal(node, "ignore_index", default=IGNORED)
+        )
+        found[str(target.target)] = min((count, ignored), found.get(str(target.target), (count, ignored)))
     return found
 
 

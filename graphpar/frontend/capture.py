@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_unflatten
@@ -54,7 +54,7 @@ from graphpar.frontend.watched import (
 )
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
-from graphpar.ir.source import stack_line, user_line
+from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.modes import GENERATE, INFER, MODES
@@ -459,13 +459,18 @@ def _explained(error: Exception, request: Request) -> GraphparError:
     if called is not None:
         return collective(f"{called.f_globals['__name__']}.{called.f_code.co_name}", user_line(error))
     if "GuardOnDataDependent" in kind or "data-dependent" in text.lower() or "DynamicOutputShape" in kind:
-        what = (
+        place, advice = user_line(error), "Use torch.where, torch.cond or a fixed size there"
+        if isinstance(error, DynamicOutputShapeException) and isinstance(error.func, torch._ops.OpOverload):
+            advice = (
+                f"The operator is {error.func._opname.removeprefix('_')}: give it lengths and sizes as Python numbers, or use one whose result "
+                "has a fixed size"
+            )
+        elif in_loop(error):
+            advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing, and loop over all of them"
+        return GraphparError(
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
-            "Use torch.where, torch.cond or a fixed size there; in a loop over experts leave out the condition, since an expert without "
-            "tokens adds nothing, and loop over all of them"
+            f"{advice}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})"
         )
-        place = user_line(error)
-        return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
     mixed = ""
     if to is not None and "dtype" in text:
         name = str(to).removeprefix("torch.")

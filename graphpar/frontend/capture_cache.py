@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -190,11 +191,17 @@ class CaptureCache:
 
 
 def _read(place: Path) -> _Entry | None:
-    """Return the entry; None where there is none of one's own, or it does not hold any more."""
+    """Return the entry; None where there is none of one's own, or it does not hold any more.
+
+    It is unpickled, which can run code, so it has to be a file that nobody else can have written, and that no link brought here.
+    """
     try:
-        if place.stat().st_uid != os.getuid():
-            return None
-        entry = pickle.loads(place.read_bytes())
+        with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            writable = stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or writable or found.st_nlink > 1:
+                return None
+            entry = pickle.load(file)
         if not (isinstance(entry, _Entry) and entry.facts.hold()):
             return None
         os.utime(place)

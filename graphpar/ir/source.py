@@ -68,6 +68,18 @@ def user_line(error: BaseException) -> str:
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
+def in_loop(error: BaseException) -> bool:
+    """Return whether the innermost line outside of torch, on the way to where ``error`` was raised, is one of a ``for`` loop."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *_LIBRARY))]
+    try:
+        tree = ast.parse("".join(linecache.getlines(frames[-1].filename)))
+    except (IndexError, ValueError, SyntaxError):
+        return False
+    line = frames[-1].lineno or 0
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops)
+
+
 def stack_line() -> str:
     """Return ``file.py:12``, the user's innermost line that is running now; empty if there is none."""
     return _innermost(traceback.extract_stack())

@@ -8,7 +8,9 @@ first step also compares the batches of all ranks, and so do some of the later o
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpar.runtime.distributed import agree, gather_objects
-from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match
+from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match, root_cause
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.manifest import InputInterface, Manifest
@@ -108,15 +110,42 @@ def _other_length(spec: InputInterface, value: Tensor) -> str:
 
 
 def _check_ids(spec: InputInterface, value: Tensor) -> None:
-    """Check token ids on the CPU: a rank that has a part of the table would take another rank's row for zeros, were there none."""
-    if spec.below is None or value.device.type != "cpu" or not value.numel():
+    """Check token ids and labels on the CPU: a rank that has a part of a table, or of the classes, would take another rank's for none."""
+    if value.device.type != "cpu" or not value.numel():
         return
-    least, most = (int(end) for end in value.aminmax())
-    if least < 0 or most >= spec.below:
+    for what, count, ignored in (("token", spec.below, None), ("label", spec.classes, spec.ignored)):
+        known = value if ignored is None else value.masked_fill(value == ignored, 0)
+        least, most = (int(end) for end in known.aminmax()) if count is not None else (0, 0)
+        if count is not None and (least < 0 or most >= count):
+            found, also = (
+                most if most >= count else least,
+                "" if ignored is None else f", and {ignored}, which is ignored",
+            )
+            knows = "the model" if what == "token" else "the loss"
+            raise RuntimeProgramError(
+                f"the input {spec.name} has {what} {found}; {knows} knows {count} (0 to {count - 1}{also})"
+            )
+
+
+@contextmanager
+def labels_named(batch: Mapping[str, Tensor]) -> Iterator[None]:
+    """Say of which input a label is that a loss refuses, where the loss takes a part of that input, or what is computed of it.
+
+    Raises:
+        RuntimeProgramError: a loss was given a label that is no class.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(root_cause(error)))
+        if found is None:
+            raise
+        whole = [
+            name for name, value in batch.items() if not value.is_floating_point() and (value == int(found[1])).any()
+        ]
         raise RuntimeProgramError(
-            f"the input {spec.name} has token {most if most >= spec.below else least}; the model knows {spec.below} (0 to "
-            f"{spec.below - 1})"
-        )
+            f"a loss was given the label {found[1]}, which is none of its classes; {' and '.join(whole) or 'no input'} of the batch has it"
+        ) from error
 
 
 def _own_shape(program: Manifest, spec: InputInterface) -> tuple[int, ...]:
@@ -206,9 +235,16 @@ def together(
     Raises:
         RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch.
     """
-    batches = [batch] if isinstance(batch, Mapping) else list(batch)
+    batches = [batch] if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else list(batch)
     if not batches:
         raise RuntimeProgramError("a step was given no batch")
+    strange = next((each for each in batches if not isinstance(each, Mapping)), None)
+    if strange is not None:
+        names = ", ".join(f'"{spec.name}": ...' for spec in program.inputs if spec.role != "sample_keys")
+        raise RuntimeProgramError(
+            f"a batch has its tensors by name, {{{names}}}, and several batches are a list of such; this one is a {type(batch).__name__} "
+            f"with a {type(strange).__name__} in it, as a DataLoader gives them: name them"
+        )
     reason = program.unsplittable or (program.coupled if training else None)
     if program.mode != "train":
         reason = "only losses add up, and this program returns outputs"

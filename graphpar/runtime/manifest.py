@@ -62,6 +62,7 @@ class InputInterface:
     Attributes:
         batch_dim: ``None`` when every microbatch gets it whole.
         below: of token ids: how many tokens the model knows.
+        classes: of labels: how many classes the loss knows, besides the label ``ignored``.
     """
 
     name: str
@@ -70,6 +71,8 @@ class InputInterface:
     batch_dim: int | None
     role: str
     below: int | None = None
+    classes: int | None = None
+    ignored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -347,7 +350,8 @@ def _tensor(record: Record) -> TensorInterface:
 
 def _input(record: Record) -> InputInterface:
     batch_dim, role = record.optional("batch_dim", int, None), record.get("role", str)
-    return InputInterface(*_described(record), batch_dim, role, record.optional("below", int, None))
+    known = (record.optional(name, int, None) for name in ("below", "classes", "ignored"))
+    return InputInterface(*_described(record), batch_dim, role, *known)
 
 
 def _output(record: Record) -> OutputInterface:

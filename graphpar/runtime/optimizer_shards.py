@@ -199,12 +199,6 @@ class OptimizerShards:
         for unit in self.units:
             unit.wait()
 
-    def left(self) -> Iterator[str]:
-        """Say which values have not been waited for."""
-        for unit in self.units:
-            if unit.works:
-                yield f"new values of {unit.path} have not been waited for"
-
     def begin_step(self) -> None:
         """Have new values on their way before the forward.
 

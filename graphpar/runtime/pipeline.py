@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphpar.runtime import checkpoint
 from graphpar.runtime.adapters import Adapters
 from graphpar.runtime.balance import Balance
-from graphpar.runtime.batches import Feed, Part, together
+from graphpar.runtime.batches import Feed, Part, labels_named, together
 from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.compiled import backend_of, check_compiles
 from graphpar.runtime.distributed import agreed, gather_objects
@@ -540,7 +540,8 @@ class Pipeline:
         if self._shards is not None:
             self._shards.begin_step()
         self._gradients.take(accumulate)
-        loss = self._microbatches.run(values, accumulate)
+        with labels_named(values):
+            loss = self._microbatches.run(values, accumulate)
         self._free()
         if accumulate:
             self._gradients.keep(self.parameters())
@@ -559,7 +560,6 @@ class Pipeline:
             RuntimeProgramError: a step did not end; the message lists what it left.
         """
         left = [*self._gradients.left(), *self._microbatches.left()]
-        left += self._shards.left() if self._shards is not None else ()
         for spec, stage in zip(self._interfaces, self.stages):
             left += left_in_stage(f"stage_{spec.index}", stage)
         if left:

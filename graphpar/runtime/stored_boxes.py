@@ -129,7 +129,13 @@ class BoxWriter(FileSystemWriter):
                 box = boxes[key, tuple(chunk.offsets)]
                 stored = box.storage_data
                 rows.append(
-                    [*map(list, (chunk.offsets, chunk.sizes)), stored.relative_path, stored.offset, stored.length, box.crc32]
+                    [
+                        *map(list, (chunk.offsets, chunk.sizes)),
+                        stored.relative_path,
+                        stored.offset,
+                        stored.length,
+                        box.crc32,
+                    ]
                 )
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             listed.append(

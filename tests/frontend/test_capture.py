@@ -510,6 +510,31 @@ def test_control_flow_on_values_is_refused_with_its_place(capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
+def test_advice_about_experts_is_for_loops() -> None:
+    def looped(_: object, h: Tensor) -> Tensor:
+        for _ in range(2):
+            if (h > 0).any():
+                h = h * 2
+        return h
+
+    def ctc(output: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), labels, torch.full((4,), 6), lengths)
+
+    def once(_: object, h: Tensor) -> Tensor:
+        return h * 2 if (h > 0).any() else h
+
+    for layer, experts in ((looped, True), (once, False)):
+        with pytest.raises(gp.GraphparError, match="depends on values of tensors") as refused:
+            gp.export(Around(layer), (X,), loss_fn=square)
+        assert ("loop over experts" in str(refused.value)) == experts
+    with pytest.raises(
+        gp.GraphparError, match=r"The operator is ctc_loss: give it lengths and sizes as Python numbers"
+    ) as refused:
+        targets = (torch.ones(4, 3, dtype=torch.long), torch.tensor([3, 2, 1, 3]))
+        gp.export(nn.Linear(5, 8), (torch.randn(4, 6, 5),), loss_fn=ctc, targets=targets)
+    assert "experts" not in str(refused.value)
+
+
 # ---- the user's model ------------------------------------------------------------------------------------------
 
 

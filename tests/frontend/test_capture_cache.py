@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -105,6 +106,26 @@ def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monke
     )
     assert len(first) > 3
     assert first == second
+
+
+@pytest.mark.parametrize("how", ["writable", "link", "hard link", "folder"])
+def test_only_what_nobody_else_can_have_written_is_unpickled(how: str, tmp_path: Path) -> None:
+    run, place, other = tmp_path / "run", tmp_path / "x.capture", tmp_path / "downloaded"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(run),)
+
+    other.write_bytes(pickle.dumps(Evil()))
+    if how == "writable":
+        place.write_bytes(other.read_bytes())
+        place.chmod(0o666)
+    elif how == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(other) if how == "link" else place.hardlink_to(other)
+
+    assert capture_cache._read(place) is None and not run.exists()
 
 
 def layers_of(program: Program) -> int:

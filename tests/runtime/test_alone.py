@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+from pathlib import Path
+from typing import Any
 
-from graphpar.runtime import start
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+import graphpar as gp
+from graphpar.runtime import Pipeline, distributed, launch, start
 from graphpar.runtime.errors import RuntimeProgramError
 
 
@@ -22,3 +30,103 @@ def test_what_fails_leaves_the_process(
     assert not dist.is_initialized()
     with start() as ranks:
         assert ranks.world_size == 1
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.words(ids))
+        return logits
+
+
+def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits[:, :-1], labels[:, 1:])
+
+
+@pytest.mark.parametrize("loss_fn", [plain, shifted])
+def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None:
+    ids, labels = torch.randint(11, (2, 4, 6))
+    program = gp.export(Labelled, (ids,), loss_fn=loss_fn, targets=(labels,), evaluates=True)
+    gp.partition(program, gp.plan(program)).save(tmp_path / "out", weights=Labelled().state_dict())
+    with start() as ranks, Pipeline(tmp_path / "out", ranks.device) as pipeline:
+        pipeline.load_weights()
+        pipeline.step({"ids": ids, "labels": labels.masked_fill(labels == 3, -1)})
+        for wrong in (12, -7):
+            said = rf"labels has label {wrong}; the loss knows 12 \(0 to 11, and -1, which is ignored\)"
+            if loss_fn is shifted:
+                said = f"a loss was given the label {wrong}, which is none of its classes; labels of the batch has it"
+            with pytest.raises(RuntimeProgramError, match=said):
+                pipeline.step({"ids": ids, "labels": labels.index_fill(1, torch.tensor(3), wrong)})
+        for given in ((ids, labels), [ids, labels], [(ids, labels)], ids):
+            with pytest.raises(
+                RuntimeProgramError, match=r'by name, \{"ids": ..., "labels": ...\}.* as a DataLoader gives them'
+            ):
+                pipeline.step(given)  # type: ignore[arg-type]
+        assert set(pipeline.eval({"ids": ids, "labels": labels}) or {}) == {"loss"}
+
+
+# ---- whose error it is -----------------------------------------------------------------------------------------------
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12448."
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("the database timed out waiting; connection reset by peer"), False),
+        (RuntimeError(f"my loader said: {GLOO}"), False),
+        (ValueError(GLOO), False),
+        (RuntimeError(GLOO), True),
+        (
+            RuntimeError(
+                "[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"
+            ),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (dist.DistStoreError("wait timeout after 300000ms"), True),
+        (dist.DistBackendError("NCCL error: invalid usage"), False),
+    ],
+)
+def test_a_rank_that_lost_a_peer_is_told_by_who_raises(error: Exception, lost: bool) -> None:
+    assert distributed.lost_peer(error) == lost
+
+
+def test_the_rank_that_left_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    store.set(f"{distributed.LEFT}1", "")
+    with pytest.raises(SystemExit), start():
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+        raise RuntimeError(GLOO)
+    assert (
+        "rank 1 ended without an error while this rank waits for it: it left its loop early" in capfd.readouterr().err
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(distributed, "_leave", lambda: store.set("noted", ""))
+    with start():
+        pass
+    assert store.check(["noted"])
+
+
+def test_the_rank_that_ended_without_a_word_is_named(tmp_path: Path) -> None:
+    failures = [launch._Failure(rank, "gone", "", 1, True, False, "closed by peer", False) for rank in (0, 2)]
+    printed = launch._Printed(tmp_path, None, None)
+
+    error = launch._error(failures, 3, True, 10.0, 1, "", printed)
+
+    assert (
+        error.rank == 1
+        and "ended without an error while rank 0 waits for it" in str(error)
+        and "closed by peer" in str(error)
+    )
+    own = launch._Failure(2, "mine", "trace", 2, False, False, "", False)
+    assert launch._error([own, *failures], 3, True, 10.0, 1, "", printed).rank == 2

@@ -53,6 +53,32 @@ def test_they_fill_the_nodes_of_the_cluster(cluster: str, mesh: dict[str, int], 
         subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
 
 
+@pytest.mark.parametrize("name", ["a\nrm -rf x", "a\r\u2028\x85b", "$(touch x)`touch x`'\"", "x: {y: 1}\n---\nz"])
+def test_no_name_leaves_its_comment(name: str) -> None:
+    from dataclasses import replace
+
+    cluster = gp.Cluster.parse("2x8xH100")
+    strange = replace(cluster, device=replace(cluster.device, name=name))
+    plan = replace(_plan(devices=2, mesh={"dp_replicate": 2}), mesh=gp.Mesh(dp_replicate=16))
+    usual, found = (
+        launch_files(named, replace(plan, cluster=on), "") for named, on in (("a", cluster), (name, strange))
+    )
+
+    for file, text in found.items():
+        lines, before = (
+            [
+                line
+                for line in each.splitlines()
+                if not line.startswith(("# ", "  name: ")) and "job" not in line.lower()
+            ]
+            for each in (text, usual[file])
+        )
+        assert lines == before
+        assert not set("$`'\"") & set("".join(line for line in text.splitlines() if line.startswith("# Train")))
+    job = yaml.safe_load(found["launch.yaml"])["metadata"]["name"]
+    assert set(job) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = gp.partition(example("gpt"), _plan(mesh={"pp": 2}))
