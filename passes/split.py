@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of, where
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.naming import unique_names, value_name
+from graphpar.passes.normalize.buffer_uses import BufferUses, written_buffers_of
 from graphpar.passes.normalize.frozen_networks import followed, placed_with
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size
@@ -147,22 +148,24 @@ class _Placement:
         self.stage: dict[fx.Node, int] = {}
         self.free: set[fx.Node] = set()  # parameter-free: may be computed anywhere
         self.differentiable = differentiable_nodes(program)
-        written = written_buffers(program.graph)
+        self.buffers = written_buffers_of(program)
         current = 0
         for index, node in enumerate(self.nodes):
             while current < len(positions) and index >= positions[current]:
                 current += 1
             self.stage[node] = current
-            if self._is_free(node, written):
+            if self._is_free(node):
                 self.free.add(node)
         placed = placed_with(program)
         for node in self.nodes:
             if node.op.startswith("call"):
                 self._place(node, placed)
+        for uses in self.buffers.uses:
+            self._together(uses)
 
-    def _is_free(self, node: fx.Node, written: set[fx.Node]) -> bool:
+    def _is_free(self, node: fx.Node) -> bool:
         if node.op == "get_attr":
-            return str(node.target) not in self.program.parameters and node not in written
+            return str(node.target) not in self.program.parameters and node not in self.buffers.memory
         operands = node.all_input_nodes
         return (
             node.op == "call_function"
@@ -177,6 +180,29 @@ class _Placement:
             return
         needs = (a for a in node.all_input_nodes if a.op.startswith("call") and a not in self.free)
         self.stage[node] = max(self.stage[placed.get(node, node)], *map(self.stage.__getitem__, needs), 0)
+
+    def _together(self, uses: BufferUses) -> None:
+        """Move what uses a buffer to one stage: that of the first use, or where all that they need is there.
+
+        Raises:
+            GraphparError: the result of one is needed on an earlier stage, or a stage would be left empty.
+        """
+        inside = set(uses.nodes)
+        needs = {need for node in uses.nodes for need in node.all_input_nodes if need.op.startswith("call")}
+        needs -= inside | self.free
+        work, first = self._with_parameters(), min(self.stage[node] for node in uses.nodes)
+        stage = max([first, *map(self.stage.__getitem__, needs)])
+        for node in uses.nodes:
+            early = [user for user in node.users if user not in inside and self.stage[user] < stage]
+            if early and self.stage[node] < stage:
+                raise _divided(uses, self.stage[node], stage)
+        self.stage.update(dict.fromkeys(uses.nodes, stage))
+        self.stage.update({user: stage for node in uses.nodes for user in node.users if operator_name(user) == "getitem"})
+        if work - self._with_parameters():
+            raise _divided(uses, first, stage)
+
+    def _with_parameters(self) -> set[int]:
+        return {self.stage[node] for node in self.nodes if node.op == "call_module" or _has_parameters(node)}
 
     def requires_grad(self, node: fx.Node) -> bool:
         """Return whether a gradient of this value comes back when it is sent."""
@@ -252,15 +278,25 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
 
 
 def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
-    """Check that each written buffer is used on one stage only."""
-    written = written_buffers(placement.program.graph)
-    for buffer in sorted(written, key=placement.nodes.index):
-        holders = [stage for stage, nodes in enumerate(needed) if buffer in nodes]
+    """Check that each written buffer is on one stage only.
+
+    Raises:
+        GraphparError: one is not.
+    """
+    for uses in placement.buffers.uses:
+        tensors = {node for node, name in placement.buffers.memory.items() if name == uses.name and node.op == "get_attr"}
+        tensors |= {node for node in uses.nodes if node.op == "call_module"}
+        holders = [stage for stage, nodes in enumerate(needed) if not tensors.isdisjoint(nodes)]
         if len(holders) > 1:
-            raise GraphparError(
-                f"Buffer {str(buffer.target)!r} is written, and is used on stages {', '.join(map(str, holders))}. A written buffer "
-                "must be on one stage: choose a split point that keeps its uses together."
-            )
+            raise _divided(uses, holders[0], holders[-1])
+
+
+def _divided(uses: BufferUses, first: int, last: int) -> GraphparError:
+    assert uses.last_write is not None
+    return GraphparError(
+        f"Buffer {uses.name!r} is written{where(uses.last_write)}, and is used on stages {first} and {last}. A written buffer must be on "
+        "one stage: choose a split point that keeps its uses together, or leave pp out."
+    )
 
 
 # ---- one stage -------------------------------------------------------------------------------------------------
@@ -336,7 +372,8 @@ def _finish(
 ) -> None:
     """Add the stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
-        results = [_copied(graph, env[node]) if is_inplace(node) else env[node] for node in sent]
+        held = placement.buffers.memory
+        results = [_copied(graph, env[node]) if node in held else env[node] for node in sent]
         graph.output(results[0] if len(results) == 1 else tuple(results))
     else:
         output = next(node for node in placement.nodes if node.op == "output")

@@ -14,8 +14,6 @@ from tests.zoo import ZOO, Toy
 # What can't be split, and the words that say why.
 REFUSED = {
     "FixedBatch": "can't be split into",
-    "ReadLater": "Buffer 'cache' is written, and is used on stages 0, 1",
-    "SharedStatistics": "Buffer 'second.running_mean' is written, and is used on stages 0, 1",
 }
 # Operators that the fast run draws from: each was once spelled wrongly, or is easily.
 SPELLED = (

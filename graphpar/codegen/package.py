@@ -355,6 +355,7 @@ def interface(
             for stage in stages
         ],
         "outputs": _outputs(program, plan),
+        **({"steady": list(program.steady)} if program.steady else {}),
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },

@@ -165,6 +165,7 @@ class Program:
     retrace: Callable[[int], Program] | None = None
     source: ModelSource | None = None
     couplings: tuple[Coupling, ...] = ()
+    steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function

@@ -65,8 +65,10 @@ class Analysis:
         self.states: dict[fx.Node, State] = {}
         self.results: dict[fx.Node, Sequence[State]] = {}  # of operators with several
         self.couplings: list[Coupled] = []
+        self.written: dict[str, bool] = {}  # the buffers that are written: whether each microbatch writes the same
         self._graph = fx.Graph()
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self._norms: set[str] | None = None
         self._known: dict[Any, Sequence[Type] | None] = {}  # what layers that are alike were found to do
 
     def visit(self, node: fx.Node) -> State:
@@ -92,7 +94,11 @@ class Analysis:
     def _checked(self, node: fx.Node, state: State) -> State:
         """``state``, unless the result's shape or what the rows hold speaks against it."""
         name = operator_name(node)
-        if node.op != "call_function" or isinstance(state, Coupled) or is_size(node):
+        if node.op != "call_function" or is_size(node):
+            return state
+        if (written := self._written_buffer(node)) is not None:
+            state = self._updated(node, written, state)
+        if isinstance(state, Coupled):
             return state
         if isinstance(state, Additive) and batch_dims_of(node):
             return Coupled(f"{name} spreads a sum over examples over the examples", node)
@@ -101,8 +107,7 @@ class Analysis:
         numbers = [s for _, s in self.operands(node) if isinstance(s, Rows) and s.kind != "values"]
         if numbers and record_of(node).kind not in _KEEPS_NUMBERS and name not in batch_rows.TAKES_NUMBERS:
             return Coupled(f"{name} computes with the rows' numbers", node)
-        written = self._written_buffer(node)
-        return state if written is None else self._updated(node, written, state)
+        return state
 
     # ---- by kind of node ----
 
@@ -332,14 +337,23 @@ class Analysis:
         return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
 
     def _updated(self, node: fx.Node, buffer: fx.Node, state: State) -> State:
-        """A buffer that is written once a microbatch must hold the same afterwards as if it were written once."""
-        stack = node.meta.get("module_stack", ())
-        if stack and stack[-1][1].startswith("torch.nn.modules.batchnorm."):
+        """What is written must be the same for each microbatch: the runtime lets each begin with what the step began with."""
+        name = str(buffer.target)
+        if name.rpartition(".")[0] in self._of_batch_norm(node.graph):
             return state  # batch_norm itself says what is wrong with it
-        overwrites = operator_name(node) in ("copy_", "fill_", "zero_") and not _depends_on(node.args[1:], buffer)
-        if isinstance(state, Fixed) and overwrites:
+        self.written[name] = self.written.get(name, True) and isinstance(state, Fixed)
+        if isinstance(state, Fixed) or (isinstance(state, Coupled) and state.node is not node):
             return state
-        return Coupled(f"{operator_name(node)} updates the buffer {str(buffer.target)!r} once a microbatch", node)
+        return Coupled(f"{operator_name(node)} updates the buffer {name!r} once a microbatch", node)
+
+    def _of_batch_norm(self, graph: fx.Graph) -> set[str]:
+        """The modules whose running statistics batch_norm updates."""
+        if self._norms is None:
+            norms = [n for n in graph.nodes if operator_name(n) == "batch_norm" and n.args[5]]
+            self._norms = {
+                str(s.target).rpartition(".")[0] for n in norms for s in n.args[3:5] if isinstance(s, fx.Node)
+            }
+        return self._norms
 
 
 # ---- states and types ------------------------------------------------------------------------------------------
@@ -437,17 +451,3 @@ def _is_smooth(tensor: Tensor) -> bool:
 def _gives_dtype_only(node: fx.Node) -> bool:
     """Whether ``node`` takes nothing but the dtype (and device) of its second operand: ``x.type_as(h)``, ``x.to(h)``."""
     return operator_name(node) in ("type_as", "to") and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
-
-
-def _depends_on(arguments: Any, wanted: fx.Node) -> bool:
-    pending: list[fx.Node] = []
-    fx.map_arg(arguments, pending.append)
-    seen: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node is wanted:
-            return True
-        if node not in seen:
-            seen.add(node)
-            pending.extend(node.all_input_nodes)
-    return False

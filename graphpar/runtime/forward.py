@@ -39,6 +39,8 @@ def forward_only(
     counts = {name: value for name, value in values.items() if name in program.count_names}
     inputs = {name: value for name, value in values.items() if name not in counts}
     device = next((value.device for value in values.values()), _device_of(stages))
+    for stage in stages:
+        stage.begin()
     sent: list[tuple[dist.Work | None, Tensor]] = []
     finished: list[tuple[Tensor, ...]] = []
     for i in range(program.microbatches):

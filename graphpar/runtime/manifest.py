@@ -125,6 +125,8 @@ class Manifest:
     leaves out."""
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shapes of the tensors that some axis shards, under every name of a tie."""
+    steady: tuple[str, ...] = ()
+    """Buffers that every microbatch writes alike, so that a step writes them once."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
     zero: int = 0
@@ -282,6 +284,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         gather_dtype=_dtype(interface, "gather_dtype"),
         casts=_dtypes(interface, "casts"),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
+        steady=tuple(interface.optional("steady", list, [])),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
         no_eval=interface.optional("no_eval", (str, type(None)), None),

@@ -84,6 +84,8 @@ class Microbatches:
             values: the inputs and counts of this replica's rows.
             accumulate: leave gradients of sharded state unreduced.
         """
+        for stage in self._stages:
+            stage.begin()
         with ExitStack() as step:
             for casts in self._casts:
                 step.enter_context(casts.step())

@@ -159,7 +159,7 @@ class Pipeline:
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
         self._adapters = [
-            StageAdapter(stage, spec, 1 / self.program.replicas if self.program.dp_mean else None)
+            StageAdapter(stage, spec, 1 / self.program.replicas if self.program.dp_mean else None, self.program.steady)
             for stage, spec in zip(self.stages, self._interfaces)
         ]
         names = keyword_names(self.program, [spec.index for spec in self._interfaces])

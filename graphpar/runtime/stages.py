@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -198,18 +198,38 @@ class StageAdapter(nn.Module):
 
     Args:
         share: what the last stage's loss is multiplied by, if anything: one replica's part of a mean over replicas.
+        steady: names of buffers that are written once a step: each of its microbatches begins with what the first one began with.
     """
 
-    def __init__(self, stage: nn.Module, interface: StageInterface, share: float | None = None) -> None:
+    def __init__(
+        self, stage: nn.Module, interface: StageInterface, share: float | None = None, steady: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.stage = stage
         self.interface = interface
         self.share = share
         self.positions: int | None = None
         self.names = interface.inputs + interface.counts
+        self.steady = [name for name, _ in stage.named_buffers() if name in steady]
+        self._begun: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._begun = {}
+
+    def _rewind(self) -> None:
+        """Give the steady buffers what they held as the step began."""
+        with torch.no_grad():
+            for name in self.steady:
+                buffer = self.stage.get_buffer(name)
+                if name in self._begun:
+                    buffer.copy_(self._begun[name])
+                else:
+                    self._begun[name] = buffer.clone()
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
+        self._rewind()
         outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
         if not self.interface.sends:
             delay("after_loss")

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from graphpar.ir.program import Program, module_path
+from graphpar.ir.program import Program, module_path, operator_name
+from graphpar.passes.normalize.functional import is_inplace
 
 
 def first_applications(program: Program) -> dict[fx.Node, fx.Node]:
@@ -44,15 +45,36 @@ def _numbered(nodes: Iterable[fx.Node]) -> Iterable[tuple[tuple[str, str, int], 
 
 
 def side_by_side(applications: Sequence[Sequence[fx.Node]]) -> bool:
-    """Return whether no application, each given by its nodes, needs the result of another."""
+    """Return whether no application, each given by its nodes, needs the result of another.
+
+    What is computed from parameters and buffers alone does not count, nor what one leaves in a buffer.
+    """
+    state = of_state_alone(applications[0][0].graph.nodes)
     owner = {node: number for number, nodes in enumerate(applications) for node in nodes}
     for number, nodes in enumerate(applications):
         reached, pending = set(nodes), list(nodes)
         while pending:
-            for user in pending.pop().users:
+            node = pending.pop()
+            for user in () if node in state or _in_buffer(node) else node.users:
                 if owner.get(user, number) != number:
                     return False
                 if user not in reached:
                     reached.add(user)
                     pending.append(user)
     return True
+
+
+def of_state_alone(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what is computed from parameters and buffers alone, such as their casts."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        needs = node.all_input_nodes
+        if node.op == "call_function" and needs and all(need.op == "get_attr" or need in found for need in needs):
+            found.add(node)
+    return found
+
+
+def _in_buffer(node: fx.Node) -> bool:
+    """Whether the value is what an operator left in a buffer, or a copy of that."""
+    source = node.args[0] if operator_name(node) == "clone" else node
+    return isinstance(source, fx.Node) and is_inplace(source)

@@ -19,7 +19,7 @@ from torch import fx
 from graphpar.cost_models.flops import node_flops
 from graphpar.ir.program import Program, module_path
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.normalize.applications import first_applications, of_state_alone
 
 _MOST = 0.5
 """A trained network is beside a frozen one if it has more than this share of the flops of all that is trained."""
@@ -49,7 +49,7 @@ def _beside(program: Program, again: Mapping[fx.Node, fx.Node]) -> dict[fx.Node,
     differentiable = differentiable_nodes(program)
     trained = {node for node in nodes if node in differentiable}
     trained |= {again[node] for node in again if node in differentiable}
-    stored = _of_parameters_alone(nodes)
+    stored = of_state_alone(nodes)
     flops = {node: 0.0 if node in stored else own for node, own in node_flops(program, 1).items()}
     total = sum(flops[node] for node in trained)
     place = {node: index for index, node in enumerate(nodes)}
@@ -69,16 +69,6 @@ def _beside(program: Program, again: Mapping[fx.Node, fx.Node]) -> dict[fx.Node,
         elif users:  # what the trained network begins with, which may be the begin of another network, too
             early = _needed_by([nodes[end]], set(frozen))
             pending += _connected([node for node in frozen if node not in early])
-    return found
-
-
-def _of_parameters_alone(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return what is computed from parameters and buffers alone, such as their casts."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        needs = node.all_input_nodes
-        if node.op == "call_function" and needs and all(need.op == "get_attr" or need in found for need in needs):
-            found.add(node)
     return found
 
 

@@ -11,6 +11,7 @@ the tensor that was viewed:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +108,22 @@ def written_buffers(graph: fx.Graph) -> set[fx.Node]:
     """Return the ``get_attr`` nodes of buffers that operators write, directly or through a view."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        targets = [node.args[0]] if is_inplace(node) else []
-        if operator_name(node) == "batch_norm" and node.args[5]:
-            targets = list(node.args[3:5])  # the running statistics
-        elif operator_name(node) == "sync_batch_norm" and node.kwargs["training"]:
-            targets = list(node.args[3:5])
-        for target in targets:
+        for target in written_operands(node):
             while isinstance(target, fx.Node) and target.op == "call_function":
-                target = target.args[0]
+                target = target.args[0]  # type: ignore[assignment]
             if isinstance(target, fx.Node):
                 written.add(target)
     return written
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that an operator writes: that of an operator in place, the running statistics of BatchNorm."""
+    targets: Sequence[Any] = [node.args[0]] if is_inplace(node) else []
+    if (operator_name(node) == "batch_norm" and node.args[5]) or (
+        operator_name(node) == "sync_batch_norm" and node.kwargs["training"]
+    ):
+        targets = node.args[3:5]
+    return [target for target in targets if isinstance(target, fx.Node)]
 
 
 def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
@@ -245,12 +251,13 @@ class _Functionalizer:
         return base.op == "get_attr" and str(base.target) in self.program.buffers
 
     def _read_buffers_too(self, node: fx.Node) -> fx.Node:
-        """Return the new graph's value of ``node``; a copy of what a buffer holds now, where it is written later."""
+        """Return the new graph's value of ``node``; a copy of what a buffer holds now, where it is written: later, or in the next
+        microbatch."""
         read, alias = self._read(node), self.aliases.get(node)
         name = str(alias.base.target) if alias is not None and alias.base.op == "get_attr" else None
-        left = self.writes_left.get(name, 0) if name is not None else 0
-        if not left:
+        if name not in self.writes_left:
             return read
+        left = self.writes_left[name]
         key = (node, left)
         if key not in self.snapshots:
             self.snapshots[key] = infer(self.graph.call_function(_aten.clone.default, (read,)), node, same=True)
@@ -393,13 +400,10 @@ class _Functionalizer:
 
 def _written_names(node: fx.Node, program: Program) -> list[str]:
     """Return the buffers that an operator writes, directly or through views."""
-    targets = [node.args[0]] if is_inplace(node) else []
-    if operator_name(node) == "batch_norm" and node.args[5]:
-        targets = list(node.args[3:5])
     names = []
-    for target in targets:
+    for target in written_operands(node):
         while isinstance(target, fx.Node) and target.op == "call_function":
-            target = target.args[0] if is_inplace(target) else _viewed(target)
+            target = target.args[0] if is_inplace(target) else _viewed(target)  # type: ignore[assignment]
         if isinstance(target, fx.Node) and target.op == "get_attr" and str(target.target) in program.buffers:
             names.append(str(target.target))
     return names

@@ -23,7 +23,7 @@ from graphpar.ir.program import Coupling, Program, batch_coefficients, operator_
 from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.functional import copied, infer
+from graphpar.passes.normalize.functional import copied, infer, is_inplace
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     MEAN,
@@ -52,12 +52,13 @@ def share_loss(program: Program) -> Program:
     couplings = rewriter.rewrite()
     if program.mode != "train" or rewriter.failure is not None:
         reason = rewriter.failure or program.unsplittable
-        return program.with_graph(program.graph, couplings=couplings, unsplittable=reason)
+        return program.with_graph(program.graph, couplings=couplings, unsplittable=reason, steady=rewriter.steady)
     counts = rewriter.counts_graph()
     remove_dead_code(rewriter.graph)
     return program.with_graph(
         rewriter.graph,
         couplings=couplings,
+        steady=rewriter.steady,
         counts=counts,
         count_names=tuple(str(count.target) for count, _ in rewriter.counts),
     )
@@ -72,6 +73,11 @@ class _Shares:
         self.counts: list[tuple[fx.Node, fx.Node]] = []  # (placeholder in the program, what it counts)
         self.known: dict[tuple[Any, ...], fx.Node] = {}
         self.failure: str | None = None
+
+    @property
+    def steady(self) -> tuple[str, ...]:
+        """The buffers that each microbatch writes alike."""
+        return tuple(name for name, alike in self.analysis.written.items() if alike)
 
     def rewrite(self) -> tuple[Coupling, ...]:
         """Rewrite the graph, and return the operators that mix examples."""
@@ -121,7 +127,7 @@ class _Shares:
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
             self._divide_by_global(node)
-            if record_of(node).adds:
+            if record_of(node).adds and not is_inplace(node):
                 self._share_fixed(node, name)
         return None
 
