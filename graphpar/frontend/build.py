@@ -1,16 +1,14 @@
 """Make the module that is traced, from a module or a factory; one from a factory takes no memory.
 
-module ──────────────────────────────┐
-factory ──under fake tensors, a tape─┴──► module, its FakeTensorMode, what its constructor computed
+module ──────────────────────────────────┐
+factory ──under fake tensors, recorded───┴──► module, its FakeTensorMode, the operators of its constructor
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,18 +17,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.deferred import Tape
 from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
+from graphpar.runtime.deferred import Recorder
 
 ModelLike = nn.Module | Callable[[], nn.Module]
 
 
-Built = tuple[nn.Module, FakeTensorMode | None, Tape | None]
-"""A module to trace, with its fake mode and tape where it was built without memory."""
+Built = tuple[nn.Module, FakeTensorMode | None, Recorder | None]
+"""A module to trace, with its fake mode and the operators that made it where it was built without memory."""
+
+SEED = 0
+"""Factories are run as after ``torch.manual_seed`` of it, wherever values of what they draw are needed."""
 
 
 def build(model: ModelLike) -> Built:
-    """Return the module to trace, with its fake mode and tape where a factory built it under fake tensors, without memory.
+    """Return the module to trace, with its fake mode and recorder where a factory built it under fake tensors, without memory.
 
     Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
 
@@ -48,35 +49,41 @@ def build(model: ModelLike) -> Built:
             f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
             f"arguments ({', '.join(needed)}); give an instance, or a function without arguments that makes one."
         )
+    # A loader that builds on the device meta, and fills what it makes of that later, needs to see that device.
+    built, fake, recorder = _built(model, contextlib.nullcontext())
+    if is_on_meta(built):
+        built, fake, recorder = _built(model, OffMeta())
+    return _with_values_apart(built, fake, recorder)
+
+
+def _built(
+    factory: Callable[[], nn.Module], as_on: contextlib.AbstractContextManager[object]
+) -> tuple[nn.Module, FakeTensorMode | None, Recorder | None]:
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    tape = Tape()
+    recorder = Recorder(fake)
     try:
-        with fake, tape, OffMeta(), _shared_by_copies(), _converted_in_place(fake), _copied_in_silence():
-            built = model()
+        with recorder.building(SEED), as_on:
+            return _checked(factory()), fake, recorder
     except Exception:
-        with OffMeta():
-            built, fake, tape = model(), cast(Any, None), cast(Any, None)
+        with torch.random.fork_rng(devices=[]), as_on:
+            torch.manual_seed(SEED)
+            return _checked(factory()), None, None
+
+
+def _checked(built: Any) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
-    return _with_values_apart(unwrapped(built), fake, tape)
+    return unwrapped(built)
 
 
 def _with_values_apart(
-    model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
-) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    model: nn.Module, fake: FakeTensorMode | None, recorder: Recorder | None
+) -> tuple[nn.Module, FakeTensorMode | None, Recorder | None]:
     """Turn a model on the device meta into one as if built under fake tensors."""
     if not is_on_meta(model):
-        return model, fake, tape
+        return model, fake, recorder
     fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    return off_meta(model, fake), fake, tape
-
-
-@contextlib.contextmanager
-def _copied_in_silence() -> Iterator[None]:
-    """Leave out torch's warning that ``copy.deepcopy`` looks at the address of a fake tensor, of which no one makes use."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
+    return off_meta(model, fake), fake, recorder
 
 
 def needed_arguments(factory: Callable[..., Any]) -> list[str]:
@@ -86,37 +93,6 @@ def needed_arguments(factory: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-@contextlib.contextmanager
-def _shared_by_copies() -> Iterator[None]:
-    """Make copies of fake tensors stay in the mode that made them (nn.Transformer deep-copies its layers)."""
-    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _converted_in_place(fake: FakeTensorMode) -> Iterator[None]:
-    """Make ``.to(dtype)`` and the like work on fake parameters: torch swaps these, which it refuses for tensors that the mode remembers."""
-    swap = torch.utils.swap_tensors
-    remembered = fake.fake_tensor_converter.meta_converter.tensor_memo
-
-    def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
-        references = [*weakref.getweakrefs(first), *weakref.getweakrefs(second)]
-        keys = [reference.key for reference in references if isinstance(reference, weakref.KeyedRef)]
-        del references
-        for key in keys:
-            remembered.pop(key, None)
-        swap(first, second)
-
-    torch.utils.swap_tensors = swapped
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -21,12 +21,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.build import SEED
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
 from graphpar.frontend.precision import cast_parameters
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
+from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.modes import GENERATE, INFER, TRAIN
 
 
@@ -66,13 +68,15 @@ def to_program(
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )
-    return Program(
+    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    values, drawn = _values(request, constants, buffers, read)
+    program = Program(
         name=type(model).__name__,
         mode=mode,
         graph=graph,
         parameters=parameters,
         buffers=buffers,
-        constants=_values(request, constants, buffers),
+        constants=values,
         ties=ties + shared,
         inputs=inputs,
         outputs=outputs,
@@ -88,6 +92,13 @@ def to_program(
         stored=stored,
         regions=tuple(dict.fromkeys(regions)),
     )
+    if drawn:
+        names = ", ".join(drawn)
+        program = program.warn(
+            f"The model draws {names} at random, which no weights file holds: the program has what it draws after "
+            f"torch.manual_seed({SEED}). Register it without persistent=False to keep what a run began with."
+        )
+    return program
 
 
 def _value_range(leaf: Tensor) -> tuple[int, int]:
@@ -309,23 +320,35 @@ def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str,
     return meta
 
 
-def _values(request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo]) -> dict[str, Tensor]:
-    """Real values of lifted constants and of non-persistent buffers."""
+def _values(
+    request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo], read: set[str]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return values of lifted constants and of non-persistent buffers, and the names of those ``read`` that are drawn at random.
+
+    Raises:
+        GraphparError: one has no values; or it is read, and has whatever its memory held.
+    """
     wanted: dict[str, Any] = dict(lifted)
     for name, info in buffers.items():
         if not info.persistent:
             wanted[name] = request.model.get_buffer(name)
-    real = {name: value for name, value in wanted.items() if not isinstance(value, FakeTensor)}
-    fake = {name: value for name, value in wanted.items() if isinstance(value, FakeTensor)}
-    known = {name: value.constant for name, value in fake.items() if value.constant is not None}
-    unknown = {name: value for name, value in fake.items() if name not in known}
-    if unknown:
-        assert request.tape is not None
+    known = {name: getattr(value, "constant", None) for name, value in wanted.items()}
+    known = {name: value for name, value in known.items() if value is not None}
+    unknown = {name: value for name, value in wanted.items() if name not in known}
+    unwritten, drawn = list[str](), list[str]()
+    if request.recorder is not None:
         try:
-            known.update(zip(unknown, request.tape.materialize(list(unknown.values()))))
-        except KeyError as error:
+            unknown, unwritten, drawn = request.recorder.certain(unknown)
+        except RuntimeProgramError as error:
             raise GraphparError(
-                f"The values of {', '.join(unknown)} could not be computed without building the model for real; pass a "
-                "built model instead of a factory."
+                f"The values of {', '.join(unknown)} could not be computed without building the model for real: {error}. "
+                "Pass a built model instead of a factory."
             ) from error
-    return {name: (real | known)[name].detach().clone() for name in wanted}
+    if unwritten := [name for name in unwritten if name in read]:
+        owner = request.model.get_submodule(unwritten[0].rpartition(".")[0])
+        raise GraphparError(
+            f"{unwritten[0]!r} of {type(owner).__name__} holds whatever was in memory: what builds the model makes it by "
+            "torch.empty, to_empty or the like, and writes nothing to it. No weights file holds it, so write its values after "
+            "that, or register it without persistent=False."
+        )
+    return {name: (known | unknown)[name].detach().clone() for name in wanted}, [name for name in drawn if name in read]

@@ -16,9 +16,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.between_steps import Assigned
-from graphpar.frontend.deferred import Tape
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
+from graphpar.runtime.deferred import Recorder
 from graphpar.runtime.modes import GENERATE, INFER
 
 RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
@@ -30,7 +30,7 @@ class Request:
 
     model: nn.Module
     mode: FakeTensorMode | None
-    tape: Tape | None
+    recorder: Recorder | None
     arguments_spec: TreeSpec
     leaves: list[Any]
     names: list[str]
@@ -52,13 +52,13 @@ def make_request(
     source: ModelSource,
     model: nn.Module,
     fake: FakeTensorMode | None,
-    tape: Tape | None,
+    recorder: Recorder | None,
     batch_dims: Mapping[str, int | None],
 ) -> Request:
     """Flatten example arguments and targets into named leaves, and find the batch size and each leaf's batch dim.
 
     Args:
-        model: as :func:`graphpar.frontend.build.build` made it, with its fake mode and tape.
+        model: as :func:`graphpar.frontend.build.build` made it, with its fake mode and recorder.
 
     Raises:
         GraphparError: arguments don't fit the model or the loss, or no batch can be found.
@@ -91,7 +91,7 @@ def make_request(
     roles = ["target" if flag else "input" for flag in is_target]
     training = source.mode not in (INFER, GENERATE)
     return Request(
-        model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.precision, source.mode
+        model, fake, recorder, spec, leaves, names, roles, dims, batch, loss_fn, training, source.precision, source.mode
     )
 
 

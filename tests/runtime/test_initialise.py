@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.runtime import initialise
+from graphpar.runtime import deferred
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.initialise import initial_values
 from tests import architectures
@@ -119,13 +119,13 @@ def test_a_few_weights_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     held: list[int] = []
-    run = initialise._Memory.run
+    run = deferred._Memory.run
 
-    def watched(self: initialise._Memory, call: initialise._Call, restored: set[int]) -> None:
-        run(self, call, restored)
+    def watched(self: deferred._Memory, call: deferred._Call, kept: bool) -> None:
+        run(self, call, kept)
         held.append(sum(storage.nbytes() for storage in self.real.values()))
 
-    monkeypatch.setattr(initialise._Memory, "run", watched)
+    monkeypatch.setattr(deferred._Memory, "run", watched)
     assert not _differing(build)
     assert max(held) <= 2 * 32 * 32 * 4
 
