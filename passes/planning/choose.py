@@ -35,6 +35,7 @@ from graphpar.passes.planning.constraints import (
     check_offload,
     check_overlap,
     check_pipelined,
+    check_replicas,
 )
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
@@ -63,7 +64,7 @@ from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
-from graphpar.runtime.axes import ZERO1_BY
+from graphpar.runtime.axes import AXIS, ZERO1_BY
 from graphpar.runtime.modes import TRAIN
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
@@ -214,6 +215,8 @@ def _plan(
     check_dp_mean(mesh, pins, program)
     check_overlap(mesh, pins)
     check_offload(pins, program)
+    in_shards = stored_in_shards(program, stages) if zero >= 2 else frozenset()
+    check_replicas(mesh, zero, pins.shard_plan, program, in_shards)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
     check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
@@ -239,7 +242,7 @@ def _plan(
         overlap_tp=bool(pins.overlap_tp),
         offload=pins.offload,
         compile=pins.compile,
-        fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
+        fully_sharded=in_shards,
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,
         dropout=program.dropout,
@@ -264,9 +267,9 @@ def solve(
         GraphparError: the shard plan is wrong, or can't be fulfilled.
     """
     started = time.perf_counter()
-    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # checked even where no axis needs placements
-    annotated = time.perf_counter() - started
     axes, exchange = placed_axes(program, mesh), exchange_over(program, mesh)
+    pins = resolve(shard_plan or {}, names_of(program), axes)  # checked even where no axis needs placements
+    annotated = time.perf_counter() - started
     experts = exchanged_parameters(program) if exchange else {}
     if not axes:
         return sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None)
@@ -275,7 +278,12 @@ def solve(
     problem = build_problem(prepared(sized, variants, points, axes), axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
     costs = costs_for(sized, mesh, cluster)
-    given = SearchConstraints(pins.parameters, pin_nodes(problem.program, pins, points))
+    # What dp_shard stores is said by the level of ZeRO, whose shards are computed with whole.
+    types = {
+        name: {axis: spec[axis] for axis in spec if not AXIS[axis].stores_shards}
+        for name, spec in pins.parameters.items()
+    }
+    given = SearchConstraints(types, pin_nodes(problem.program, pins, points))
     solution = search(problem, workload, costs, given)
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
@@ -367,9 +375,10 @@ def _with_table(
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)
     microbatches, rows = table.microbatches, batch // mesh.replicas
+    whose = "the global batch" if mesh.replicas == 1 else f"a replica (a global batch of {batch})"
     if rows % microbatches:
         raise GraphparError(
-            f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {rows}."
+            f"The schedule table has {microbatches} microbatches, which don't divide the {rows} rows of {whose}."
         )
     if pins.microbatch_size is not None and pins.microbatch_size * microbatches != rows:
         raise GraphparError(

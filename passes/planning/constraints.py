@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphpar.annotations.patterns import names_of, resolve
+from graphpar.annotations.values import Spec, allows, spec_text
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.normalize.coupled import coupled_text
+from graphpar.passes.normalize.coupled import coupled_text, placed_axes
 from graphpar.passes.planning.recomputation import AUTO, BESIDE_OFFLOAD, OF_THE_MODEL, check_beside_rings
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
@@ -21,8 +23,10 @@ from graphpar.passes.planning.sharded_state import (
     gathers_again,
     level_of,
 )
+from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.runtime.axes import OFFLOADS, REPLICAS
+from graphpar.runtime.axes import AXIS, OFFLOADS, REPLICAS
+from graphpar.runtime.layout import R, Shard
 from graphpar.schedules.registry import get_schedule
 
 
@@ -105,6 +109,60 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
     check_offload(pins, program)
     check_reshard(mesh, level, pins.reshard or "default")
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+    check_replicas(mesh, level, pins.shard_plan, program)
+
+
+def check_replicas(
+    mesh: Mesh,
+    level: int,
+    shard_plan: Mapping[str, Any] | None,
+    program: Program,
+    stored: Collection[str] | None = None,
+) -> None:
+    """Check that what a shard plan says of axes of replicas, where nothing is searched, is so.
+
+    Args:
+        level: that of ZeRO.
+        stored: the parameters that are stored in shards from level 2 on; None before that is known.
+
+    Raises:
+        GraphparError: it is not.
+    """
+    degrees = {axis: degree for axis, degree in mesh.degrees().items() if AXIS[axis].replicas and degree > 1}
+    if not shard_plan or not degrees:
+        return
+    pins, placed = resolve(shard_plan, names_of(program), degrees), placed_axes(program, mesh)
+    experts = exchanged_parameters(program) if exchange_over(program, mesh) else {}
+
+    def refused(name: str, spec: Spec, axis: str, why: str) -> GraphparError:
+        patterns = ", ".join(map(repr, pins.origins[name]))
+        return GraphparError(f"Shard plan, {patterns}: {name!r} can't be {spec_text({axis: spec[axis]})}: {why}.")
+
+    for name, spec in pins.parameters.items():
+        shape = program.parameters[name].shape
+        in_shards = level >= 2 and (bool(shape) if stored is None else name in stored)
+        for axis in spec:
+            found = Shard(0) if AXIS[axis].stores_shards and in_shards else experts.get(name, {}).get(axis, R)
+            if (axis in placed and not AXIS[axis].stores_shards) or allows(spec[axis], found, len(shape)):
+                continue
+            if not AXIS[axis].stores_shards:
+                why = f"the {degrees[axis]} ranks of {axis} compute with it as {found}; dp_shard stores shards, tp uses them"
+            elif in_shards:
+                why = (
+                    f"zero={level} stores it as {found} over {axis}={degrees[axis]}; leave the pin out, or take zero=1"
+                )
+            else:
+                why = f"with zero={level} it is whole on the {degrees[axis]} ranks of {axis}; zero=2 and 3 store {list(shape)} as S(0)"
+            raise refused(name, spec, axis, why)
+    activations = [
+        (path, spec) for table in (pins.inputs, pins.outputs) for path, specs in table.items() for spec in specs
+    ]
+    activations += [(path, spec) for path, specs in pins.keyword_inputs.items() for spec in specs.values()]
+    for path, given in activations:
+        for axis in given or ():
+            if axis not in placed:
+                why = f"the {degrees[axis]} ranks of {axis} take rows of their own, and nothing is placed on it; leave the pin out"
+                raise refused(path, given or {}, axis, why)
 
 
 def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:

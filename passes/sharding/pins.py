@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.annotations.patterns import ShardConstraints
-from graphpar.annotations.values import Spec
+from graphpar.annotations.values import Spec, spec_text
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.sharding import Point
@@ -232,6 +232,16 @@ def _mark(graph: fx.Graph, point: Point, path: str) -> None:
         user.replace_input_with(value, identity)
 
 
+def _check_sequence(pins: ShardConstraints, point: Point, value: Tensor) -> None:
+    """Check that an activation that the style ``sequence`` pins has a sequence: a dim between the examples and the features."""
+    if "sequence" in pins.styles.get(point.path, ()) and value.ndim < 3:
+        raise GraphparError(
+            f"The shard plan's {' and '.join(map(repr, pins.origins[point.path]))} pins {spec_text(allowed_at(pins, point))} on the "
+            f"{point.kind} of {point.path!r}, whose {value.ndim} dims {[str(size) for size in value.shape]} have no sequence between "
+            "examples and features; pin the dim that is meant, as in {'inputs': ['S(0)@tp'], 'outputs': ['S(0)@tp']}."
+        )
+
+
 def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point]) -> dict[fx.Node, Spec]:
     """Return the identities of a prepared program with the types that are allowed there."""
     found: dict[fx.Node, Spec] = {}
@@ -250,4 +260,5 @@ def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point])
                     own = _first_path(block) + point.path.removeprefix(instance)
                 if (point.kind, point.position, own) == (kind, position, path):
                     found[node] = allowed_at(pins, point)
+                    _check_sequence(pins, point, value_of(node))
     return found
