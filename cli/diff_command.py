@@ -1,4 +1,4 @@
-"""``graphpar diff``: two plans for one model side by side, from their ``plan.json`` alone."""
+"""``graphpar diff``: two plans for one model side by side, from what lies in their folders."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _side(path: str) -> Side:
-    from graphpar.cli.plan_file import read_plan, read_record
+    from graphpar.cli.plan_file import read_plan, read_record, reading_report
     from graphpar.report.difference import Side
+    from graphpar.runtime.plan_record import kept_report
 
     file, record = read_record(path)
-    return Side(path, read_plan(file, record), record.get("report"))
+    plan = read_plan(file, record)
+    with reading_report(file):
+        return Side(path, plan, kept_report(file, record))

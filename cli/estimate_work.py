@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -25,6 +27,8 @@ from graphpar.passes.planning.formulas import PARTS, Formulas, formulas, in_sequ
 from graphpar.passes.planning.planning import on_one_device, pricing_of
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.report.report import compile_json, render, report_data, with_alone
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.plan_record import kept_report
 from graphpar.text import count_text, indices_text
 
 if TYPE_CHECKING:
@@ -51,7 +55,7 @@ def estimate_plan(options: argparse.Namespace) -> Result:
         if plan.mesh.size > 1:
             report = with_alone(report, on_one_device(program, plan, compilation.cluster).to_json())
     clock.phase("plan")
-    report["warnings"] += _grown(record, report["model"]["parameters"])
+    report["warnings"] += _grown(path, record, report["model"]["parameters"])
     data = compile_json(report, plan, clock.seconds, None)
     del data["search"]
     if options.formula:
@@ -68,10 +72,11 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     return Result(data, show)
 
 
-def _grown(record: dict[str, Any], parameters: int) -> list[str]:
+def _grown(path: Path, record: dict[str, Any], parameters: int) -> list[str]:
     """Warn of a plan that was made for the model at another size, which is legal."""
-    report = record.get("report", record)
-    before = report.get("model") if isinstance(report, dict) else None
+    with contextlib.suppress(RuntimeProgramError):  # the plan is whole without its report
+        record = kept_report(path, record) or record
+    before = record.get("model")
     count = before.get("parameters") if isinstance(before, dict) else None
     if not isinstance(count, int) or count == parameters:
         return []

@@ -1,4 +1,4 @@
-"""``graphpar report``: the report of an emitted program, from its ``plan.json`` alone."""
+"""``graphpar report``: the report of an emitted program, from what lies in its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json
-from graphpar.cli.output import Result, write_text
+from graphpar.cli.output import Result, print_wrapped, write_text
 from graphpar.errors import GraphparError
 
 if TYPE_CHECKING:
@@ -34,15 +34,16 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Print the report, or write it as a page (``--html``) or as a timeline (``--trace``)."""
     from graphpar.cli.plan_file import read_plan, read_record, reading_report
+    from graphpar.runtime.plan_record import kept_report
 
     path, record = read_record(options.out)
     if options.groups or options.group is not None:
         return _groups(read_plan(path, record), options)
-    data = record.get("report")
-    if data is None:
-        return _plan_only(path, record, options.html or options.trace)
-    read_plan(path, record)
+    plan = read_plan(path, record)
     with reading_report(path):
+        data = kept_report(path, record)
+        if data is None:
+            return _plan_only(path, plan, options.html or options.trace)
         return _shown(options, path, data)
 
 
@@ -94,16 +95,20 @@ def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Res
     return Result(data, show)
 
 
-def _plan_only(path: Path, record: dict[str, Any], file: str | None) -> Result:
-    """A plan that was saved without its program."""
-    from graphpar.cli.plan_file import read_plan
+def _plan_only(path: Path, plan: Plan, file: str | None) -> Result:
+    """A plan beside which there is no report of its decisions."""
     from graphpar.report.report import plan_text
+    from graphpar.runtime.plan_record import REPORT
 
-    plan = read_plan(path, record)
+    why = f"There are no times and bytes of this plan beside {path}"
+    if path.name == "plan.json" and (path.parent / REPORT).is_file():
+        why = f"{path} was edited since {REPORT} was made beside it, so its times and bytes are of another plan"
+    advice = f"`graphpar estimate MODEL --plan {path}` finds them, and `graphpar compile MODEL --plan {path}` writes the program and them."
     if file is not None:
-        raise GraphparError(f"{path} is a plan without a program; {file} needs the plan.json of an emitted folder.")
+        raise GraphparError(f"{why}, and {file} needs them; {advice}")
 
     def show(console: Console) -> None:
         console.out(plan_text(plan), highlight=False)
+        print_wrapped(console, ["", f"{why}; {advice}"])
 
     return Result(plan.to_json(), show)

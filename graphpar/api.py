@@ -336,7 +336,7 @@ def printed(
     # A schedule that splits backwards in two runs the gradients of inputs and those of weights apart, and not beside collectives.
     whole = not splits_backwards(plan.schedule, (cell for row in plan.actions or () for cell in row))
     local, stages = with_products(local, stages, whole=whole, rings=plan.overlap_tp)
-    package = emit_package(local, plan, stages, report, model_file, optimizer, compilation.recomputed)
+    package = emit_package(local, plan, stages, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 

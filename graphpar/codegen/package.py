@@ -86,7 +86,6 @@ def emit_package(
     program: Program,
     plan: Plan,
     stages: Sequence[Stage],
-    report: Mapping[str, Any],
     model_file: str | None = None,
     optimizer: str | None = None,
     recomputed: Mapping[str, Recomputation] | None = None,
@@ -94,20 +93,18 @@ def emit_package(
     """Print ``program``, split into ``stages``, as a package.
 
     Args:
-        report: what ``plan.json`` holds of the decisions besides the plan itself.
         model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
         optimizer: the text of ``optimizer.py``.
         recomputed: the blocks that run their forward again in the backward, by path.
     """
     with shapes_of(program.mode):
-        return _package(program, plan, stages, report, model_file, optimizer, recomputed or {})
+        return _package(program, plan, stages, model_file, optimizer, recomputed or {})
 
 
 def _package(
     program: Program,
     plan: Plan,
     stages: Sequence[Stage],
-    report: Mapping[str, Any],
     model_file: str | None,
     optimizer: str | None,
     recomputed: Mapping[str, Recomputation],
@@ -143,7 +140,6 @@ def _package(
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
-        "report": report,
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
     if optimizer is not None and program.mode == "train":

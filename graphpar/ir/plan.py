@@ -18,7 +18,7 @@ from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.runtime.axes import DROPOUTS, REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Shard, Type
-from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
+from graphpar.runtime.plan_record import PROGRAM_FIELDS, VERSION, PlanRecord, Record, StageRecord, read_object
 from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
@@ -290,5 +290,5 @@ def _split_point(entry: Record) -> SplitAt:
 
 
 _SMALLEST = Plan("", "train", Mesh(), "GPipe", 1, 1, (), ())
-FIELDS = (*_SMALLEST.to_json(), "interface", "model_file", "report")
-"""The fields of ``plan.json``: those of a plan, and what an emitted program has besides."""
+FIELDS = (*_SMALLEST.to_json(), *PROGRAM_FIELDS, "report")
+"""The fields of ``plan.json``: those of a plan, what an emitted program has besides, and a report that is no longer read."""

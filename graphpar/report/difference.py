@@ -28,7 +28,7 @@ _NAME, _VALUE = 34, 14
 
 @dataclass(frozen=True)
 class Side:
-    """A plan to compare: the path that the user gave, and the report beside the plan; None for a plan without a program."""
+    """A plan to compare: the path that the user gave, and the report beside the plan; None where there is none of it."""
 
     name: str
     plan: Plan
@@ -57,7 +57,11 @@ def difference(a: Side, b: Side) -> dict[str, Any]:
     unpriced = [side.name for side in (a, b) if side.predicted is None]
     if a.predicted is None or b.predicted is None:
         said = " and ".join(dict.fromkeys(unpriced))
-        return {"summary": f"No times and bytes to compare: {said} has no prediction.", **data, "times": None}
+        return {
+            "summary": f"No times and bytes to compare: {said} has no prediction, or was edited since.",
+            **data,
+            "times": None,
+        }
     return {
         "summary": _summary(a, b, a.predicted, b.predicted),
         **data,

@@ -1,6 +1,6 @@
 """The report: the compiler's decisions and their cost, as plain data, as text for a terminal, or as a page.
 
-    program, plan, stages ──report_data──► a dictionary (kept in plan.json) ──render──► the printed report
+    program, plan, stages ──report_data──► a dictionary (kept in report.json) ──render──► the printed report
                           search (kept in search.json) ──┘                  ──html────► report.html
     plan ──plan_text──► the same without a program
 
@@ -34,6 +34,7 @@ from graphpar.report.stages import stage_table
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
 from graphpar.runtime.modes import GENERATE, INFER
+from graphpar.runtime.plan_record import REPORT, decisions_of
 from graphpar.schedules.simulation import draw
 from graphpar.text import bytes_text, compressed, count_text, indices_text, kept, listed, place_text, plural, wrapped
 
@@ -58,11 +59,12 @@ WIDTH = 100
 
 
 def report_files(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
-    """Make the report's files, by name.
+    """Make the report's files, by name: as data with the decisions that it is of, and as a page.
 
     ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
     """
-    files: dict[str, str] = {}
+    kept = {"decisions": decisions_of(plan.to_json()), "report": data}
+    files = {REPORT: json.dumps(kept, indent=1) + "\n"}
     search = {} if plan.found is None else {"search": plan.found.to_json()}
     if search:
         files["search.json"] = _search_json(search["search"])

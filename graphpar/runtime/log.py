@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from graphpar.runtime.balance import Counted
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.plan_record import kept_report, read_object
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -55,9 +56,10 @@ class Predicted:
 
 
 def predicted(program: Manifest, device: torch.device) -> Predicted | None:
-    """Read the prediction from ``plan.json``; None where the plan was not priced."""
-    plan = json.loads((program.folder / "plan.json").read_text(encoding="utf-8"))
-    found = (plan.get("report") or {}).get("predicted")
+    """Read the prediction beside ``plan.json``; None where the plan was not priced, or was edited since."""
+    file = program.folder / "plan.json"
+    plan = read_object(file)
+    found = (kept_report(file, plan) or {}).get("predicted")
     if found is None:
         return None
     kind = ((plan.get("cluster") or {}).get("device") or {}).get("kind", "cpu" if found["device"] == "CPU" else "cuda")

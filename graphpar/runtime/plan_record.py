@@ -7,6 +7,7 @@ The planner adds split points and placements, code generation the interfaces of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The names of these dtypes."""
+
+PROGRAM_FIELDS = ("interface", "model_file")
+"""The fields of ``plan.json`` that an emitted program has besides those of its plan."""
+
+REPORT = "report.json"
+"""The file beside ``plan.json`` that holds the report, with the hash of the decisions that it is of."""
 
 _SHOWN = 60
 """How many characters of a value an error shows."""
@@ -159,6 +166,25 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RuntimeProgramError(f"{path} holds no plan: it is {_NAMES[type(found)]}, not an object")
     return found
+
+
+def decisions_of(record: Mapping[str, Any]) -> str:
+    """Return a hash of the decisions of a ``plan.json``: of all but the interface and the model file of its program."""
+    decisions = {name: value for name, value in record.items() if name not in PROGRAM_FIELDS}
+    return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()
+
+
+def kept_report(file: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the report that lies beside the plan ``record`` in ``file``; None where there is none of these decisions.
+
+    Raises:
+        RuntimeProgramError: it can't be read.
+    """
+    path = file.parent / REPORT
+    if file.name != "plan.json" or not path.is_file():
+        return None
+    kept = Record(read_object(path), str(path))
+    return kept.get("report", dict) if kept.get("decisions", str) == decisions_of(record) else None
 
 
 class Record:

@@ -215,7 +215,8 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
     assert "noise" in ran.stderr
     record = json.loads((folder / "noisy-2dev" / "plan.json").read_text())
     assert record["model_file"] == "../noisy.py"
-    assert record["report"]["model"] == data["model"]
+    kept = json.loads((folder / "noisy-2dev" / "report.json").read_text())
+    assert kept["report"]["model"] == data["model"]
 
 
 def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,13 +227,13 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     assert "graphpar verify out" in printed
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert (folder / "out" / "weights" / "model.safetensors").is_file()
-    assert output(capsys, "report", "out") in printed  # the same report, from plan.json alone
+    assert output(capsys, "report", "out") in printed  # the same report, without the model
     page = output(capsys, "report", "out/plan.json", "--html", "again.html")
     assert "Wrote again.html" in page
     assert (folder / "again.html").read_text() == (folder / "page.html").read_text()
     assert "Wrote trace.json" in output(capsys, "report", "out", "--trace", "trace.json")
     trace = json.loads((folder / "trace.json").read_text())
-    predicted = json.loads((folder / "out" / "plan.json").read_text())["report"]["predicted"]
+    predicted = json.loads((folder / "out" / "report.json").read_text())["report"]["predicted"]
     assert trace["otherData"]["times"] == "seconds" and trace["otherData"]["makespan"] == pytest.approx(
         predicted["pipeline_s"]
     )
@@ -336,6 +337,27 @@ def test_a_file_in_the_place_of_a_folder_and_a_folder_in_that_of_a_file(
     assert "models is a folder; name the Python file in it" in message(capsys, "compile", "./models")
 
 
+def test_figures_of_a_plan_that_was_edited_since_are_not_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in ("out", "other"):
+        compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "--microbatch-size", "4", "-o", out, "--no-weights")
+    file = folder / "out" / "plan.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record))  # written again, and the same
+    assert "Predicted" in output(capsys, "report", "out")
+    assert json.loads(output(capsys, "diff", "out", "other", "--json"))["times"]
+
+    file.write_text(json.dumps(record | {"microbatch_size": 2, "microbatches": 4}))
+
+    printed = " ".join(output(capsys, "report", "out").split())
+    assert "4 microbatches of 2" in printed and "Predicted" not in printed
+    assert "was edited since report.json was made beside it" in printed and "graphpar estimate MODEL" in printed
+    assert "of another plan, and page.html needs them" in message(capsys, "report", "out", "--html", "page.html")
+    compared = json.loads(output(capsys, "diff", "out", "other", "--json"))
+    assert compared["times"] is None and "out has no prediction, or was edited since" in compared["summary"]
+
+
 @pytest.mark.parametrize(
     ("change", "command"),
     [
@@ -349,9 +371,9 @@ def test_a_report_that_was_damaged_is_a_sentence(
     change: Callable[[dict[str, Any]], None], command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out", "--no-weights")
-    record = json.loads((folder / "out" / "plan.json").read_text())
+    record = json.loads((folder / "out" / "report.json").read_text())
     change(record)
-    (folder / "out" / "plan.json").write_text(json.dumps(record))
+    (folder / "out" / "report.json").write_text(json.dumps(record))
     assert "Compile the model again." in message(capsys, command[0], "out", *command[1:])
     if record["report"] == "x":  # the plan is whole, so its price is that of today
         assert json.loads(output(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--json"))["predicted"]
@@ -419,7 +441,7 @@ def test_a_plan_from_before_clusters_is_read(folder: Path, capsys: pytest.Captur
     compiled(capsys, HEAD_FIRST, "--devices", "2", "-o", "out")
     file = folder / "out" / "plan.json"
     record = json.loads(file.read_text())
-    del record["cluster"], record["report"]["cluster"]
+    del record["cluster"]
     file.write_text(json.dumps(record))
     assert "2 devices" in output(capsys, "report", "out").splitlines()[0]
     assert compiled(capsys, HEAD_FIRST, "--plan", "out", "--no-emit")["plan"]["cluster"] is None
@@ -685,14 +707,18 @@ def test_a_damaged_plan_is_one_sentence(folder: Path, capsys: pytest.CaptureFixt
     unreadable = {"/relu#0": "R -> X"}
     wrong = edited(lambda copy: copy["sharding"]["decisions"]["Block"].update(unreadable), *compile_it)
     assert "for Block: /relu#0 a decision that can't be read, 'R -> X'" in wrong
-    assert "can't be read: it lacks 'mesh'" in edited(lambda copy: copy["report"].pop("mesh"), "report")
+    file.write_text(json.dumps(plan))
+    kept = json.loads((folder / "out" / "report.json").read_text())
+    del kept["report"]["mesh"]
+    (folder / "out" / "report.json").write_text(json.dumps(kept))
+    assert "can't be read: it lacks 'mesh'" in message(capsys, "report", "out")
 
 
 def test_every_damaged_field_is_refused_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,tp=2", "-o", "out")
     file = folder / "out" / "plan.json"
     plan = json.loads(file.read_text())
-    del plan["report"], plan["interface"]["random"]  # the runtime reads neither
+    del plan["interface"]["random"]  # the runtime does not read it
 
     def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         """The first fields of each object and list."""

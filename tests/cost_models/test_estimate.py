@@ -311,10 +311,10 @@ def test_a_plan_of_a_smaller_model_is_priced_with_a_word(folder: Path, capsys: p
     source = Path(HEAD_FIRST).read_text()
     (folder / "model.py").write_text(source)
     compiled(capsys, "model.py", "--mesh", "pp=2", "-o", "out")
-    record = json.loads((folder / "out" / "plan.json").read_text())
-    record["report"]["model"]["parameters"] = 1000
-    (folder / "kept.json").write_text(json.dumps(record))
-    assert "made for a model of 1.00 K parameters" in output(capsys, "estimate", "model.py", "--plan", "kept.json")
+    kept = json.loads((folder / "out" / "report.json").read_text())
+    kept["report"]["model"]["parameters"] = 1000
+    (folder / "out" / "report.json").write_text(json.dumps(kept))
+    assert "made for a model of 1.00 K parameters" in output(capsys, "estimate", "model.py", "--plan", "out")
 
 
 # ---- formulas --------------------------------------------------------------------------------------------------

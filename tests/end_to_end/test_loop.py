@@ -51,7 +51,7 @@ def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path
     assert all(record["held_out_loss"] == pytest.approx(5.35, abs=0.3) for record in held_out)
     assert steps[4]["loss"] == steps[0]["loss"] and steps[4]["gradient_norm"] == steps[0]["gradient_norm"]
     batch = load_manifest(program).inputs[0].shape
-    meant = json.loads((program / "plan.json").read_text())["report"]["predicted"]
+    meant = json.loads((program / "report.json").read_text())["report"]["predicted"]
     for record in steps:
         assert record["tokens_per_s"] == pytest.approx(2 * batch[0] * batch[1] / record["seconds"])
         assert record["lr"] == 1e-3 and record["mfu"] is None  # no CPU has a peak
@@ -143,15 +143,16 @@ def test_tensorboard_is_asked_for_where_it_is_not(
 def test_on_a_gpu_of_the_plan_mfu_and_memory_stand_beside_what_is_predicted(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = json.loads((program / "plan.json").read_text())
-    plan["report"]["predicted"] |= {
+    kept = json.loads((program / "report.json").read_text())
+    kept["report"]["predicted"] |= {
         "device": "H200-SXM-141GB",
         "mfu": 0.5,
         "step_time_s": 0.2,
         "peak_memory_bytes": [4 * 2**30],
         "allocated_memory_bytes": [3 * 2**30],
     }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "plan.json").write_text((program / "plan.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(kept))
     pipeline = _pipeline(tmp_path)
     pipeline.device = torch.device("cuda")
     names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]

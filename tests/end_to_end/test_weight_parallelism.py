@@ -106,7 +106,7 @@ def test_a_rank_holds_its_shard_as_predicted(ran: tuple[Path, gp.Parts]) -> None
             assert tuple(report["stored"][name]) == rows, name
     assert all(report["gradients"] == report["held"] for report in reports)
     held = 4 * reports[0]["held"]
-    written = json.loads(parts.files["plan.json"])["report"]["state"]
+    written = json.loads(parts.files["report.json"])["report"]["state"]
     assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
 
 

@@ -161,7 +161,7 @@ def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
             assert tuple(report["stored"][name]) == rows, name
         assert report["gradients"] == report["held"]
     assert sum(report["held"] for report in reports) == sum(p.numel() for p in Layered().parameters()) + RANKS - 1
-    written = json.loads(_layered(zero=level).files["plan.json"])["report"]["state"]
+    written = json.loads(_layered(zero=level).files["report.json"])["report"]["state"]
     held = 4 * reports[0]["held"]
     assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
     assert [(unit["name"], unit["count"]) for unit in written["units"]] == [("", 1), ("Layer", 4)]

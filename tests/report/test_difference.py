@@ -31,7 +31,7 @@ def _side(name: str, width: int = 8, **asked: object) -> Side:
     layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     program = gp.export(layers, (torch.ones(8, width),), loss_fn=lambda y: y.square().mean())
     plan: Plan = gp.plan(program, "2xCPU", **asked)  # type: ignore[arg-type]
-    return Side(name, plan, json.loads(gp.partition(program, plan).files["plan.json"])["report"])
+    return Side(name, plan, json.loads(gp.partition(program, plan).files["report.json"])["report"])
 
 
 def test_every_number_is_that_of_the_plans() -> None:

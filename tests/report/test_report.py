@@ -35,6 +35,7 @@ from graphpar.report.report import (
 )
 from graphpar.report.spans import step_spans
 from graphpar.report.stages import stage_table
+from graphpar.runtime.plan_record import decisions_of
 from graphpar.schedules.registry import bubble_warning
 from graphpar.schedules.simulation import Timeline
 from graphpar.schedules.table import COMPUTATIONS
@@ -96,8 +97,10 @@ def test_data_is_plain_and_deterministic(gpt: gp.Parts) -> None:
     assert str(EXAMPLES) not in json.dumps(data)
 
 
-def test_the_emitted_plan_holds_the_report(gpt: gp.Parts) -> None:
-    record = json.loads(gpt.files["plan.json"])
+def test_the_report_lies_beside_the_plan_with_its_decisions(gpt: gp.Parts) -> None:
+    record = json.loads(gpt.files["report.json"])
+    assert "report" not in json.loads(gpt.files["plan.json"])
+    assert record["decisions"] == decisions_of(json.loads(gpt.files["plan.json"]))
     assert record["report"] == report_data(gpt.compilation)
     assert gpt.report == record["report"]
     assert gpt.files["report.html"] == html(record["report"])
