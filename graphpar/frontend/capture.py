@@ -38,7 +38,7 @@ from graphpar.frontend.generation import of_tokens, token_choice
 from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
-from graphpar.frontend.regions import plain_regions, region_of
+from graphpar.frontend.regions import Regions, plain_regions
 from graphpar.frontend.repeated import Repetitions, repeated
 from graphpar.frontend.repetitions import expand
 from graphpar.frontend.siblings import siblings
@@ -270,9 +270,7 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _export(
-    request: Request, size: int, *, symbolic: bool, evaluates: bool = False
-) -> tuple[ExportedProgram, list[str]]:
+def _export(request: Request, size: int, *, symbolic: bool, evaluates: bool = False) -> tuple[ExportedProgram, Regions]:
     """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
     if siblings(request.model):
         repetitions = Repetitions()
@@ -288,7 +286,7 @@ def _export(
 
 def _exported(
     request: Request, size: int, repetitions: Repetitions | None, *, symbolic: bool, evaluates: bool
-) -> tuple[ExportedProgram, list[str]]:
+) -> tuple[ExportedProgram, Regions]:
     traced = _Traced(request, repetitions)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
@@ -305,14 +303,14 @@ def _exported(
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
     _check_averages(request)
     training = [module.training for module in traced.modules()]
-    regions: list[str] = []
+    regions = Regions(request.model, request.training)
     with (
         warnings.catch_warnings(),
         torch_is_quiet(),
         _in_mode(request, "infer" if evaluates else request.module_mode),
         computed_in(request.model, request.precision.cast_to),
         _watch_backwards(request.training),
-        plain_regions(lambda function: regions.append(region_of(request.model, function))),
+        plain_regions(regions),
         _lines_of(request.loss_fn),
         masks_as_given(),
     ):

@@ -25,6 +25,7 @@ from graphpar.frontend.build import SEED
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
 from graphpar.frontend.precision import cast_parameters
+from graphpar.frontend.regions import Regions
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
@@ -35,7 +36,7 @@ from graphpar.runtime.modes import GENERATE, INFER, TRAIN
 def to_program(
     request: Request,
     exported: ExportedProgram,
-    regions: list[str],
+    regions: Regions,
     *,
     symbolic: bool,
     size: int | None = None,
@@ -43,7 +44,7 @@ def to_program(
     """Make a :class:`Program` of a trace, with the user's names.
 
     Args:
-        regions: the modules that the model runs under ``torch.utils.checkpoint``, which the trace does not show.
+        regions: what the model runs under ``torch.utils.checkpoint``, which the trace does not show.
         symbolic: the batch size is a symbol in the trace; else it is the number ``size``.
     """
     model = request.model
@@ -55,6 +56,7 @@ def to_program(
     placeholders, constants = _lifted(exported)
     graph = _unlifted_graph(exported, placeholders, request, ties)
     shared = _shared_buffers(model, graph)
+    regions.check(graph)
     buffers = {name: info for name, info in buffers.items() if not any(name in names[1:] for names in shared)}
     tensors = [
         (n, r, d, leaf)
@@ -90,7 +92,7 @@ def to_program(
             if isinstance(module, fx.GraphModule)
         },
         stored=stored,
-        regions=tuple(dict.fromkeys(regions)),
+        regions=tuple(dict.fromkeys(regions.paths)),
     )
     if drawn:
         names = ", ".join(drawn)

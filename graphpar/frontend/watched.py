@@ -20,7 +20,7 @@ from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.modes import FunctionMode
+from graphpar.frontend.modes import FunctionMode, written_by
 from graphpar.ir.program import memory_of
 from graphpar.ir.source import source_of, stack_line
 
@@ -148,14 +148,7 @@ class DataAsDetached(FunctionMode):
         if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
             self.taken.setdefault(memory_of(args[0]), (args[0], stack_line()))
             return args[0].detach()
-        writes = (
-            name == "__setitem__"
-            or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
-            or (name.endswith("_") and not name.endswith("__"))
-        )
-        written = [args[0]] if writes and args and isinstance(args[0], Tensor) else []
-        written += [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
-        for tensor in written if self.taken else ():
+        for tensor in written_by(function, args, options) if self.taken else ():
             if memory_of(tensor) in self.taken:
                 raise GraphparError(
                     f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[memory_of(tensor)][1])}: autograd "

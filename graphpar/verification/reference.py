@@ -23,7 +23,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.outputs import named_outputs, own_loss
-from graphpar.frontend.regions import plain_regions
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
@@ -35,7 +34,7 @@ from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile, write_tensors
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.policy import LARGEST_SCALE, Policy
-from graphpar.verification.substituted import Substituted
+from graphpar.verification.substituted import Substituted, own_regions
 from graphpar.verification.tolerances import least_precise
 
 LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
@@ -145,20 +144,15 @@ class _Setting:
 
     @contextmanager
     def as_planned(self, step: int, part: int = 0) -> Iterator[Substituted]:
-        """Run inside with the emitted program's dropout masks, with its BatchNorm statistics where microbatches have their own, and
-        without the model's own recomputation.
-        """
+        """Run inside with the emitted program's dropout masks, and its BatchNorm statistics where microbatches have their own."""
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         rows = self.plan.global_batch // self.parts
         keys = sample_keys(SEED, step, self.plan.global_batch)[part * rows :][:rows] if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with (
-            wide,
-            plain_regions(),
-            Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims, self.plan.dropout != KERNEL) as substituted,
-        ):
+        substituted = Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims, self.plan.dropout != KERNEL)
+        with wide, own_regions(substituted), substituted:
             yield substituted
 
 

@@ -7,11 +7,13 @@ mode also notes which dtypes the model computes in, and in which order its param
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -56,6 +58,16 @@ class Substituted(TorchFunctionMode):
         if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
             self.dtypes.add(result.dtype)
         return result
+
+    @contextlib.contextmanager
+    def again(self, calls: int) -> Iterator[None]:
+        """Run inside what ran before, when ``calls`` dropouts had been drawn."""
+        before, self.calls = self.calls, calls
+        try:
+            with self:
+                yield
+        finally:
+            self.calls = before
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.keys is not None:
@@ -141,3 +153,36 @@ class Substituted(TorchFunctionMode):
         rows = input.unflatten(0, (self.replicas, self.microbatches, -1))  # a microbatch has rows of all replicas
         parts = [F.batch_norm(part.flatten(0, 1), *args, **kwargs) for part in rows.unbind(1)]
         return torch.stack([part.unflatten(0, (self.replicas, -1)) for part in parts], 1).flatten(0, 2)
+
+
+@contextlib.contextmanager
+def own_regions(substituted: Substituted) -> Iterator[None]:
+    """Let the model's regions of ``torch.utils.checkpoint`` that begin inside draw the same masks when the backward runs them again."""
+    checkpoint: Any = torch.utils.checkpoint
+    generator, apply = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+
+    def drawn_again(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        calls = substituted.calls
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with substituted.again(calls):
+                return function(*args, **kwargs)
+
+        return generator(again, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        calls, runs = substituted.calls, itertools.count()
+
+        def each(*args: Any) -> Any:
+            with substituted.again(calls) if next(runs) else contextlib.nullcontext():
+                return function(*args)
+
+        return apply(each, preserve, *args)
+
+    checkpoint._checkpoint_without_reentrant_generator = drawn_again
+    checkpoint.CheckpointFunction.apply = staticmethod(reentrant)
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = generator
+        del checkpoint.CheckpointFunction.apply
