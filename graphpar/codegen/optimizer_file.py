@@ -1,6 +1,7 @@
 """``optimizer.py``: the model file's ``optimizer`` and ``lr_schedule``, with what they need of that file and no more.
 
     model.py ──names that the two functions use, and what these use──► optimizer.py
+    a file beside it, from which it imports ──the same of what is imported──┘
 
 So a program makes its optimizer without the model file, and without building the model.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from graphpar.errors import GraphparError
 
 FACTORIES = ("optimizer", "lr_schedule")
 
@@ -21,28 +24,93 @@ def optimizer_file(path: Path, reference: str | None = None) -> str | None:
     Args:
         reference: the file's dotted module name, if it was named so: relative imports become those of its package.
     """
+    defined: dict[str, Path] = {}
+    texts = _needed(path, path.parent, FACTORIES, reference, defined)
+    found = [name for name in FACTORIES if name in defined]
+    if not found:
+        return None
+    title = f'"""The optimizer of {path.name}: what its {" and ".join(found)} needs of it."""'
+    first = [text for text in texts if text.startswith("from __future__")]
+    return "\n\n".join(dict.fromkeys([title, *first, *texts])) + "\n"
+
+
+def _needed(path: Path, root: Path, names: Iterable[str], reference: str | None, defined: dict[str, Path]) -> list[str]:
+    """Return the statements of a file that ``names`` need, those of files beside the model file in the place of their imports.
+
+    Args:
+        root: the folder of the model file.
+        reference: the dotted module name of ``path``.
+        defined: the file of each name so far.
+
+    Raises:
+        GraphparError: files define different things of one name, or a file beside the model file is imported as a module.
+    """
     source = path.read_text(encoding="utf-8")
     body = ast.parse(source).body
     named: dict[str, list[ast.stmt]] = {}
     for statement in body:
         for name in _bound(statement):
             named.setdefault(name, []).append(statement)
-    if not any(name in named for name in FACTORIES):
-        return None
     kept: set[ast.stmt] = {statement for name in ("annotations", "*") for statement in named.get(name, ())}
-    waiting = [statement for name in FACTORIES for statement in named.get(name, ())]
+    waiting, used = [name for name in names if defined.get(name) != path], set[str]()
     while waiting:
-        statement = waiting.pop()
-        if statement not in kept:
-            kept.add(statement)
-            used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-            waiting += [each for name in used for each in named.get(name, ())]
+        name = waiting.pop()
+        if name in used:
+            continue
+        used.add(name)
+        for statement in named.get(name, ()):
+            if statement not in kept:
+                kept.add(statement)
+                waiting += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    for statement in kept:
+        imports = isinstance(statement, ast.Import | ast.ImportFrom)
+        for name in () if imports else {*_bound(statement)} & used:
+            if defined.setdefault(name, path) != path:
+                raise GraphparError(
+                    f"The optimizer of the model file needs {name} of {defined[name].name} and another {name} of {path.name}; "
+                    "rename one."
+                )
+        nested = () if imports else ast.walk(statement)
+        inner = next((each for each in nested if isinstance(each, ast.stmt) and _beside(each, root, reference)), None)
+        if inner is not None:
+            raise GraphparError(
+                f"The optimizer of the model file needs {ast.unparse(inner)!r} inside of a function ({path.name}:{inner.lineno}), a file "
+                "beside it, from which what is needed is copied; move the import to the top of the file."
+            )
     lines = source.splitlines()
-    texts = dict.fromkeys(_text(statement, lines, reference) for statement in body if statement in kept)
-    title = (
-        f'"""The optimizer of {path.name}: what its {" and ".join(n for n in FACTORIES if n in named)} needs of it."""'
-    )
-    return "\n\n".join([title, *texts]) + "\n"
+    texts: list[str] = []
+    for statement in (each for each in body if each in kept):
+        beside = _beside(statement, root, reference)
+        if beside is None:
+            texts.append(_text(statement, lines, reference))
+            continue
+        if isinstance(statement, ast.Import):
+            raise GraphparError(
+                f"The optimizer of the model file needs {ast.unparse(statement)!r} ({path.name}:{statement.lineno}), a file beside it, "
+                f"from which what is needed is copied; write from {statement.names[0].name} import NAME."
+            )
+        assert isinstance(statement, ast.ImportFrom)
+        taken = {alias.name: alias.asname or alias.name for alias in statement.names}
+        wanted = used if "*" in taken else {name for name, bound in taken.items() if bound in used}
+        name = _absolute(statement, reference)
+        texts += _needed(beside, root, sorted(wanted), name, defined)
+        texts += [f"{bound} = {name}" for name, bound in taken.items() if bound in used and bound != name]
+    return texts
+
+
+def _absolute(statement: ast.ImportFrom, reference: str | None) -> str:
+    """The dotted name of the module that is imported from."""
+    name = "." * statement.level + (statement.module or "")
+    return importlib.util.resolve_name(name, (reference or "").rpartition(".")[0]) if statement.level else name
+
+
+def _beside(statement: ast.AST, root: Path, reference: str | None) -> Path | None:
+    """The file in the folder of the model file that is imported, which no program finds later."""
+    if not isinstance(statement, ast.Import | ast.ImportFrom):
+        return None
+    name = _absolute(statement, reference) if isinstance(statement, ast.ImportFrom) else statement.names[0].name
+    place = root.joinpath(*name.split("."))
+    return next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()), None)
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -61,8 +129,6 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 def _text(statement: ast.stmt, lines: list[str], reference: str | None) -> str:
     if isinstance(statement, ast.ImportFrom) and statement.level and reference is not None:
-        name = "." * statement.level + (statement.module or "")
-        package = reference.rpartition(".")[0]
-        return ast.unparse(ast.ImportFrom(importlib.util.resolve_name(name, package), statement.names, 0))
+        return ast.unparse(ast.ImportFrom(_absolute(statement, reference), statement.names, 0))
     first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
     return "\n".join(lines[first - 1 : statement.end_lineno])

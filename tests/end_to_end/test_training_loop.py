@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +126,30 @@ def test_optimizer_py_has_what_the_factory_uses_and_no_more() -> None:
     exec(compile(text, "optimizer.py", "exec"), made)
     assert {"optimizer", "lr_schedule", "DECAY", "WARM_UP"} <= made.keys()
     assert not {"Net", "Block", "model", "loss_fn", "example_inputs"} & made.keys()
+
+
+def test_optimizer_py_has_what_it_needs_of_files_beside_the_model(tmp_path: Path) -> None:
+    (tmp_path / "rates.py").write_text("import math\nRATE, OTHER = math.e, 1\n\ndef unused():\n    raise missing\n")
+    (tmp_path / "kinds").mkdir()
+    (tmp_path / "kinds" / "__init__.py").write_text("")
+    (tmp_path / "kinds" / "sgd.py").write_text(
+        "from __future__ import annotations\nimport torch\nfrom rates import RATE as LR\n\n"
+        "class Own(torch.optim.SGD):\n    def __init__(self, params: Params):\n        super().__init__(params, lr=LR)\n"
+    )
+    (tmp_path / "model.py").write_text(
+        "import rates\nfrom kinds.sgd import Own as Kind\n\ndef optimizer(named):\n    return Kind([p for _, p in named])\n"
+    )
+    text = optimizer_file(tmp_path / "model.py")
+    assert text is not None and "unused" not in text and "import rates" not in text
+    made: dict[str, Any] = {}
+    exec(compile(text, "optimizer.py", "exec"), made)
+    optimizer = made["optimizer"]([("a", torch.zeros(1, requires_grad=True))])
+    assert optimizer.param_groups[0]["lr"] == math.e
+    (tmp_path / "model.py").write_text("import rates\n\ndef optimizer(named):\n    return rates.OTHER\n")
+    with pytest.raises(
+        GraphparError, match=r"'import rates' \(model.py:1\), a file beside it.* from rates import NAME"
+    ):
+        optimizer_file(tmp_path / "model.py")
 
 
 def test_a_file_without_an_optimizer_is_refused(tmp_path: Path) -> None:
