@@ -30,6 +30,7 @@ TAKEN = {
     "to": ("export", "convert"),
     "out": ("merge", "export", "adapters", "convert"),
     "max_shard_size": ("export",),
+    "tokenizer": ("export",),
     "merged": ("merge", "export"),
 }
 """Which actions take an option."""
@@ -54,6 +55,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("-o", "--out", metavar="PATH", help="what to write: a file (merge) or a folder")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", type=size, help="export: the largest file, such as 500MB (default: 5GB)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="export: a tokenizer, a file or a folder, to be written beside the weights"
     )
     parser.add_argument(
         "--merged",
@@ -93,8 +97,9 @@ def run(options: argparse.Namespace) -> Result:
             data = conversion.merge(options.checkpoint, out, bool(options.merged))
         elif action == "export":
             data = conversion.export(
-                options.checkpoint, out, options.max_shard_size or 5 * UNITS["GB"], bool(options.merged)
-            )
+                options.checkpoint, out, options.max_shard_size or 5 * UNITS["GB"], bool(options.merged),
+                None if options.tokenizer is None else Path(options.tokenizer),
+            )  # fmt: skip
         elif action == "adapters":
             data = conversion.adapters(options.checkpoint, out)
         else:

@@ -197,7 +197,9 @@ class _Placement:
             if early and self.stage[node] < stage:
                 raise _divided(uses, self.stage[node], stage)
         self.stage.update(dict.fromkeys(uses.nodes, stage))
-        self.stage.update({user: stage for node in uses.nodes for user in node.users if operator_name(user) == "getitem"})
+        self.stage.update(
+            {user: stage for node in uses.nodes for user in node.users if operator_name(user) == "getitem"}
+        )
         if work - self._with_parameters():
             raise _divided(uses, first, stage)
 
@@ -284,7 +286,9 @@ def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
         GraphparError: one is not.
     """
     for uses in placement.buffers.uses:
-        tensors = {node for node, name in placement.buffers.memory.items() if name == uses.name and node.op == "get_attr"}
+        tensors = {
+            node for node, name in placement.buffers.memory.items() if name == uses.name and node.op == "get_attr"
+        }
         tensors |= {node for node in uses.nodes if node.op == "call_module"}
         holders = [stage for stage, nodes in enumerate(needed) if not tensors.isdisjoint(nodes)]
         if len(holders) > 1:

@@ -362,6 +362,7 @@ def interface(
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
         **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
+        **({"pretrained": dict(program.pretrained)} if program.pretrained else {}),
         **({"adapters": [asdict(adapter) for adapter in program.adapters]} if program.adapters else {}),
         **(_whole(program, plan) if program.mode == "train" else {}),
         **(

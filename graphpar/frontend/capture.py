@@ -38,6 +38,7 @@ from graphpar.frontend.generation import of_tokens, token_choice
 from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
+from graphpar.frontend.pretrained import pretrained_of
 from graphpar.frontend.regions import Regions, plain_regions
 from graphpar.frontend.repeated import Repetitions, repeated
 from graphpar.frontend.repetitions import expand
@@ -91,6 +92,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
     program = with_adapters(program, request.model)
+    program.pretrained = pretrained_of(request.model)
     if source.mode == INFER and (reason := always_on(program.graph)) is not None:
         raise GraphparError(f"{program.name} can't be compiled for inference: {reason}.")
     if program.mode == GENERATE:
@@ -464,7 +466,9 @@ def _explained(error: Exception, request: Request) -> GraphparError:
                 "has a fixed size"
             )
         elif in_loop(error):
-            advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing, and loop over all of them"
+            advice += (
+                "; in a loop over experts leave out the condition, since one without tokens adds nothing, and take all"
+            )
         return GraphparError(
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
             f"{advice}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})"

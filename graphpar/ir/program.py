@@ -171,6 +171,9 @@ class Program:
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
+    pretrained: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what transformers' from_pretrained needs besides weights
     generation: Mapping[str, Any] = field(default_factory=dict)  # how the model chooses tokens, unless a call says so
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
     dropout: str = "exact"  # how attention draws its dropout, of runtime.axes.DROPOUTS

@@ -219,7 +219,7 @@ def _locked(folder: Path) -> Iterator[None]:
             _take_away(lock, held, owner)
         elif waited:
             raise RuntimeProgramError(
-                f"{folder} is held by process {holder.get('pid')} on {holder.get('host')}, which saves a checkpoint there and does not go on "
+                f"{folder} is held by process {holder.get('pid')} on {holder.get('host')}, which saves there and does not go on "
                 f"({lock}); end it, or save into another folder"
             )
         time.sleep(PEEK_S)

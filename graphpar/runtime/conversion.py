@@ -11,8 +11,10 @@ Whole tensors are in memory.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,17 +133,21 @@ def adapters(path: str | Path, out: Path) -> dict[str, Any]:
 
 def _adapters(folder: Path) -> tuple[Adapter, ...]:
     """The adapters of the program that saved a checkpoint, which its plan lists."""
-    where = f"{folder / PLAN}: interface"
-    plan = read_object(folder / PLAN) if (folder / PLAN).is_file() else {}
-    interface = Record(plan.get("interface", {}), where)
+    interface = _interface(folder)
     records = interface.records("adapters") if interface.has("adapters") else []
-    if not plan:
+    if not (folder / PLAN).is_file():
         raise RuntimeProgramError(
             f"{folder} has no {PLAN}, which says what its adapters are; convert it with --to and their program"
         )
     if not records:
         raise RuntimeProgramError(f"{folder} has no adapters; the program that saved it has none")
     return tuple(map(Adapter.read, records))
+
+
+def _interface(folder: Path) -> Record:
+    """What the plan of a checkpoint says of its program."""
+    plan = read_object(folder / PLAN) if (folder / PLAN).is_file() else {}
+    return Record(plan.get("interface", {}), f"{folder / PLAN}: interface")
 
 
 def _base(folder: Path) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
@@ -161,11 +167,17 @@ def _under_every_name(tensors: Mapping[str, Tensor], ties: Sequence[Sequence[str
     return found
 
 
-def export(path: str | Path, out: Path, max_bytes: int, merged: bool = False) -> dict[str, Any]:
+def export(
+    path: str | Path, out: Path, max_bytes: int, merged: bool = False, tokenizer: Path | None = None
+) -> dict[str, Any]:
     """Write the model as Hugging Face does: safetensors files of at most ``max_bytes`` where tensors are smaller, and an index.
 
+    No more than one file's tensors are in memory. Of a model of transformers, ``from_pretrained`` reads the folder: its configs are
+    there, and names are as in that model where the program's wraps it.
+
     Args:
-        merged: as in :func:`merge`.
+        merged: as in :func:`merge`; then the whole model is in memory.
+        tokenizer: a file or a folder, whose files of a tokenizer are copied.
 
     Raises:
         RuntimeProgramError: there are files in ``out`` already; or as :func:`merge`.
@@ -180,6 +192,9 @@ def export(path: str | Path, out: Path, max_bytes: int, merged: bool = False) ->
     }
     if base is not None:
         sizes = {name: value.nbytes for name, value in base.items()}
+    pretrained = _interface(folder).optional("pretrained", dict, {})
+    prefix = f"{pretrained['path']}." if pretrained.get("path") else ""
+    files = _tokenizer_files(tokenizer) if tokenizer is not None else []
     shards: list[dict[str, int]] = [{}]
     for name, size in sizes.items():
         if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
@@ -188,16 +203,53 @@ def export(path: str | Path, out: Path, max_bytes: int, merged: bool = False) ->
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = ["model.safetensors"] if len(shards) == 1 else names
     out.mkdir(parents=True, exist_ok=True)
+    dtypes: Counter[torch.dtype] = Counter()
     for name, shard in zip(names, shards):
         held = read_model(folder, shard) if base is None else {each: base[each].contiguous() for each in shard}
-        save_tensors(held, out / name, metadata={"format": "pt"})
+        save_tensors(
+            {each.removeprefix(prefix): value for each, value in held.items()}, out / name, metadata={"format": "pt"}
+        )
+        for value in held.values():
+            dtypes[value.dtype] += value.nbytes if value.is_floating_point() else 0
     if len(shards) > 1:
         total = sum(size for shard in shards for size in shard.values())
-        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        weight_map = {tensor.removeprefix(prefix): name for name, shard in zip(names, shards) for tensor in shard}
         (out / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2), encoding="utf-8"
         )
-    return {"checkpoint": str(folder), "out": str(out), "files": names, "tensors": sum(map(len, shards))}
+    configs = Record(pretrained, "pretrained").optional("files", dict, {}) if pretrained else {}
+    for name, content in configs.items():
+        if name == "config.json" and dtypes:  # what from_pretrained rounds to
+            key = "torch_dtype" if "torch_dtype" in content else "dtype"
+            content = {**content, key: str(dtypes.most_common(1)[0][0]).removeprefix("torch.")}
+        (out / Path(name).name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for file in files:
+        shutil.copy(file, out / file.name)
+    found = {"checkpoint": str(folder), "out": str(out), "files": names, "tensors": sum(map(len, shards))}
+    return found | {"configs": list(configs), "tokenizer": [file.name for file in files]}
+
+
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+"""The files of a tokenizer, as transformers writes them."""
+
+
+def _tokenizer_files(place: Path) -> list[Path]:
+    found = (
+        [place]
+        if place.is_file()
+        else [file for each in _TOKENIZER for file in sorted(place.glob(each)) if file.is_file()]
+    )
+    if not found:
+        raise RuntimeProgramError(f"there is no tokenizer in {place}: none of {', '.join(_TOKENIZER)}")
+    return list(dict.fromkeys(found))
 
 
 def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, Any]:
@@ -215,7 +267,9 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
     path = Path(source)
     weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or any(path.glob("*.safetensors"))
     if weights:
-        found: dict[tuple[str, ...], Tensor] = {(*MODEL, name): value for name, value in _untied(path, ties).items()}
+        found: dict[tuple[str, ...], Tensor] = {
+            (*MODEL, name): value for name, value in _untied(path, ties, program).items()
+        }
         record: dict[str, Any] = {
             "format": FORMAT, "step": 0, "time": time.time(), "seed": 0, "steps_done": 0, "data": {}, "ties": ties,
             "loss_scale": {"value": 1.0, "skipped": 0, "finite": 0}, "optimizer": None,
@@ -251,10 +305,12 @@ def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch
     }
 
 
-def _untied(path: Path, ties: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+def _untied(path: Path, ties: Sequence[Sequence[str]], program: Manifest | None) -> dict[str, Tensor]:
     """Read safetensors, where a tied weight may stand under each of its names."""
+    prefix = program.wrapped if program is not None else ""
+    wanted = set(program_tensors(program)) if program is not None and prefix else set()
     with WeightFile(path) as file:
-        tensors = {name: file[name] for name in file}
+        tensors = {f"{prefix}{name}" if f"{prefix}{name}" in wanted else name: file[name] for name in file}
     for group in ties:
         given = [name for name in group if name in tensors]
         for name in given[1:]:

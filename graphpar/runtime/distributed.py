@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
 
@@ -161,7 +161,7 @@ def _local_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store |
         return None
     address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
     listener = socket.create_server(address).detach() if rank == 0 else None
-    return dist.TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
+    return TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
 
 
 def _leave() -> None:

@@ -169,6 +169,8 @@ class Manifest:
     """Of a program for training: the names that ``named_parameters()`` of the model gives, in its order."""
     adapters: tuple[Adapter, ...] = ()
     """Low-rank adapters that the model has."""
+    wrapped: str = ""
+    """What names of transformers' model begin with in the program's, where that wraps it."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """How tokens are chosen where a call does not say."""
 
@@ -293,6 +295,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         parameters=interface.strings("parameters") if interface.has("parameters") else (),
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
         generation=interface.optional("generation", dict, {}),
+        wrapped=f"{path}." if (path := interface.optional("pretrained", dict, {}).get("path")) else "",
     )
     _check(manifest, str(path))
     return manifest

@@ -140,7 +140,11 @@ def base_name(name: str) -> str:
 def _known_as(name: str, program: Manifest, tied: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The names that a tensor may have in a file of weights."""
     names = (name, *tied.get(name, ()))
-    return (*names, *(base_name(each) for each in names if program.adapters and base_name(each) != each))
+    base = (base_name(each) for each in names if program.adapters and base_name(each) != each)
+    inner = (
+        each.removeprefix(program.wrapped) for each in names if program.wrapped and each.startswith(program.wrapped)
+    )
+    return (*names, *base, *inner)
 
 
 def without_adapters(names: Iterable[str], path: str | Path, program: Manifest) -> list[str]:

@@ -47,7 +47,9 @@ def written_buffers_of(program: Program) -> WrittenBuffers:
                 memory[node] = program.tie_of(str(node.target))[0]
             continue
         if node.op == "call_module":
-            block = _Block(program.block_of(node).graph, f"{node.target}.", [memory.get(a) for a in _operands(node)], program)
+            block = _Block(
+                program.block_of(node).graph, f"{node.target}.", [memory.get(a) for a in _operands(node)], program
+            )
             _note(found, node, block.used, block.written)
             several[node] = block.results
             if 0 in block.results and not block.several:

@@ -155,7 +155,7 @@ def test_a_changed_record_is_refused(saved: Path) -> None:
     file = saved / "checkpoint.json"
     for change in ({"step": 8}, {"loss_scale": {}}, {"crc32": {}}, {"crc32": 1}, {"more": 1}):
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
-        with pytest.raises(RuntimeProgramError, match="checkpoint.json has other bytes than were written"):
+        with pytest.raises(RuntimeProgramError, match=r"checkpoint\.json has other bytes than were written"):
             read_record(saved)
         shutil.rmtree(saved)
         converted(saved)
