@@ -466,9 +466,7 @@ def _explained(error: Exception, request: Request) -> GraphparError:
                 "has a fixed size"
             )
         elif in_loop(error):
-            advice += (
-                "; in a loop over experts leave out the condition, since one without tokens adds nothing, and take all"
-            )
+            advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing"
         return GraphparError(
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
             f"{advice}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})"
