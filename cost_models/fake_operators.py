@@ -37,7 +37,7 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if target in _OF_EXPERTS:
         return _OF_EXPERTS[target](even_experts, *args, **kwargs)
     if target is F.grouped_mm:
-        return _GroupedProduct.apply(*args, **kwargs)
+        return _grouped_product(*args, **kwargs)
     if "sharded" in kwargs:
         kwargs = kwargs | {"sharded": [_piece(*entry) for entry in kwargs["sharded"]]}
     return target(*args, **kwargs)
@@ -118,11 +118,15 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None, torch.empty_like(weights[0]) if weights else None
 
 
-class _GroupedProduct(torch.autograd.Function):
+def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None) -> Tensor:
     """``F.grouped_mm`` of any dtype; torch's own supports fake tensors in bfloat16 only, though it multiplies others."""
+    made: Tensor = _GroupedProduct.apply(x, weight, offs)
+    return made
 
+
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
         return x.new_empty((*x.shape[:-1], weight.size(-1)))
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -59,6 +59,7 @@ from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.modes import GENERATE, INFER, MODES
+from graphpar.runtime.torch_versions import lines_kept
 
 
 def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
@@ -313,7 +314,7 @@ def _exported(
         computed_in(request.model, request.precision.cast_to),
         _watch_backwards(request.training),
         plain_regions(regions),
-        _lines_of(request.loss_fn),
+        lines_kept(request.loss_fn),
         masks_as_given(),
     ):
         warnings.simplefilter("ignore")
@@ -381,22 +382,6 @@ def _check_averages(request: Request) -> None:
                 "by a number that is read from a buffer in each step, which a trace can't follow. Give it a momentum (0.1 is torch's "
                 "default), or put it in evaluation mode and export with mode=None."
             )
-
-
-@contextlib.contextmanager
-def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """Keep the source lines of the loss function in the trace; torch keeps those of functions named ``forward`` only."""
-    anchors = getattr(torch.fx.proxy, "_STACK_TRACE_ANCHORS", None)  # torch < 2.13 knows no others
-    code = getattr(loss_fn, "__code__", None)
-    place = (code.co_filename, code.co_name) if code is not None else None
-    if anchors is None or place is None or place in anchors:
-        yield
-        return
-    anchors.add(place)
-    try:
-        yield
-    finally:
-        anchors.discard(place)
 
 
 @contextlib.contextmanager

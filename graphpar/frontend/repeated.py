@@ -151,7 +151,7 @@ class _Tracing:
     def _recorded(self, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
         graph = self.tracer.graph
         before = dict(graph._graph_namespace._base_count)
-        first, watch = next(reversed(graph.nodes)), Recorder(self.tracer)
+        first, watch = next(iter(reversed(graph.nodes))), Recorder(self.tracer)
         with watch:
             output = original(*args, **kwargs)
         nodes = _nodes_after(first, graph)

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
+from graphpar.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
 PEER_LOSS = (
     "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout",
@@ -261,19 +262,14 @@ def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to gather every rank's 1-D ``own`` into ``whole``, in the order of the ranks."""
-    work: dist.Work = _named("all_gather_single", "all_gather_into_tensor")(whole, own, group=group, async_op=True)
+    work: dist.Work = all_gather_single(whole, own, group=group, async_op=True)
     return work
 
 
 def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum every rank's 1-D ``whole`` into equal pieces, this rank's into ``own``."""
-    work: dist.Work = _named("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group, async_op=True)
+    work: dist.Work = reduce_scatter_single(own, whole, group=group, async_op=True)
     return work
-
-
-def _named(new: str, old: str) -> Any:
-    """Return a collective of torch 2.13, or its name before."""
-    return getattr(dist, new if hasattr(dist, new) else old)
 
 
 def group_timeout(device: torch.device) -> timedelta | None:

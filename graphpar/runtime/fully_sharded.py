@@ -29,6 +29,7 @@ from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.torch_versions import parameter_groups
 
 MESH_DIM = "fsdp"
 
@@ -212,10 +213,7 @@ def hold_new_memory(stage: nn.Module) -> None:
 
 def groups_of(module: FSDPModule) -> list[Any]:
     """Return FSDP2's parameter groups of a unit; one without parameters has none."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+    return parameter_groups(module._get_fsdp_state())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import groups_of
+from graphpar.runtime.torch_versions import waits_for_reduce_scatter
 
 _QUEUES = {
     "fwd_cache": "activations that wait for their backward",
@@ -47,9 +48,7 @@ def left_in_stage(name: str, stage: nn.Module) -> Iterator[str]:
                 parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params
             ):
                 yield f"gradients of {unit} are not reduced"
-            # One for all units of the stage; several since torch 2.13.
-            ones = (getattr(group.comm_ctx, name, None) for name in ("reduce_scatter_states", "reduce_scatter_state"))
-            if not path and any(ones):
+            if not path and waits_for_reduce_scatter(group):  # what is waited for is known to all units of the stage
                 yield f"a reduce-scatter of {unit} or of another unit has not been waited for"
 
 

@@ -112,10 +112,10 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def check_ranks(program: Manifest) -> None:
-    """Check that there are as many ranks as the plan has, and that torch can run its stages.
+    """Check that there are as many ranks as the plan has.
 
     Raises:
-        RuntimeProgramError: there are others, or torch is too old.
+        RuntimeProgramError: there are others.
     """
     found, expected = dist.get_world_size(), program.world_size
     if found != expected:
@@ -124,11 +124,4 @@ def check_ranks(program: Manifest) -> None:
             f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
             f"but {found} {'were' if found > 1 else 'was'} started. "
             f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/{SCRIPTS[program.mode]}"
-        )
-    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
-    silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]
-    if old and silent and program.pp > 1 and program.mode == "train":
-        raise RuntimeProgramError(
-            f"stages send tensors without a gradient ({', '.join(silent)}), for which torch 2.12 or later is needed; "
-            f"this is torch {torch.__version__}"
         )

@@ -28,6 +28,7 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import add_up, begin_microbatch, free, gather, reduce_gradients
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages import KEYWORD, StageAdapter
+from graphpar.runtime.torch_versions import Boundaries
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -173,7 +174,7 @@ def _act_on_state(schedule: Schedule, stages: list[PipelineStage]) -> None:
         schedule.register_custom_function(kind, lambda action, _, act=act: act(own[action.stage_index]))
 
 
-class Stage(PipelineStage):
+class Stage(Boundaries, PipelineStage):
     """torch's stage, whose split backward may return gradients that can't be sent, or give one tensor to two parameters."""
 
     def backward_maybe_with_nosync(

@@ -15,7 +15,7 @@ parameters with common joins after the other. Seen from a parameter, this is
 
 The first stage is always right, because torch runs its whole backward in W. A stage that this module finds
 unsafe runs its whole backward in I and nothing in W: never wrong, but it does not fill bubbles. So does one that recomputes, since
-``torch.utils.checkpoint`` runs a block again for every call of the autograd engine.
+``torch.utils.checkpoint`` runs a block again for every call of the autograd engine, and so do all stages where torch is too old.
 
 After I torch detaches what the stage returned in place. W can't read such a tensor any more, so what is returned and also read by the
 stage's own operators (``x`` of ``f(x), x``) is returned as a copy.
@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
+from graphpar.runtime.torch_versions import SPLITS_BACKWARD
+
 
 def guard(stage: PipelineStage, *, whole: bool = False) -> None:
     """At the first forward of ``stage``, make its backward whole if splitting it would be wrong, else find what it returns as copies.
@@ -39,7 +41,7 @@ def guard(stage: PipelineStage, *, whole: bool = False) -> None:
     """
     if stage.stage_index == 0:
         return
-    if whole:
+    if whole or not SPLITS_BACKWARD:
         stage.dw_builder = _nothing_left
         return
 

@@ -226,7 +226,7 @@ class _Exchange:
         for old, new in copies.items():
             new.meta = dict(old.meta)
         nodes = list(self.graph.nodes)
-        nodes[-1].meta = dict(next(reversed(self.source.nodes)).meta)
+        nodes[-1].meta = dict(next(iter(reversed(self.source.nodes))).meta)
         for node in nodes:
             if node.op == "get_attr" and node.target in self.experts:
                 self._divide(node)

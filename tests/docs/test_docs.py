@@ -49,7 +49,19 @@ from tests.samples import drawn
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = ("emitted", "printed", "table")
-OTHER_COMMANDS = {"python3", "python", ".", "cd", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
+OTHER_COMMANDS = {
+    "python3",
+    "python",
+    ".",
+    "cd",
+    "pip",
+    "pytest",
+    "mypy",
+    "ruff",
+    "torchrun",
+    ".ci/run",
+    ".ci/versions",
+}
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
