@@ -338,6 +338,10 @@ def printed(
     local, stages = with_products(local, stages, whole=whole, rings=plan.overlap_tp)
     package = emit_package(local, plan, stages, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
+    if optimizer is not None and local.mode == "train":
+        from graphpar.verification.tried_optimizer import tried_optimizer
+
+        report["warnings"] += tried_optimizer(Parts(done, package.files, report, model_file))
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 
 

@@ -66,6 +66,13 @@ def boxes_of(
     return found
 
 
+def part_of(whole: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a view of a box of a whole tensor."""
+    for dim, (begin, size) in enumerate(zip(offsets, sizes)):
+        whole = whole.narrow(dim, begin, size)
+    return whole
+
+
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divide the elements from ``begin`` to ``end`` of a tensor, in row-major order, into boxes: at most 2 k - 1 for k dims.
 

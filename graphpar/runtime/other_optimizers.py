@@ -25,11 +25,17 @@ class OtherOptimizers:
 
     Args:
         parameters: gives those that this rank updates.
+        look: raises where an optimizer that was made over them by hand needs more of them.
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], parameters: Callable[[], Iterable[nn.Parameter]], program: Manifest
+        self,
+        stages: Sequence[nn.Module],
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        program: Manifest,
+        look: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
+        self._look = look
         # By identity, and not weakly: torch moves no module to which there are weak references.
         self._own = {id(parameter): parameter for parameter in parameters()}
         self._inner: dict[
@@ -52,6 +58,12 @@ class OtherOptimizers:
         self._handle = register_optimizer_step_pre_hook(check)
         _LIVE.add(self)
 
+    def know(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that trains the program."""
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._known[optimizer] = len(given)
+        self._own |= {id(parameter): parameter for parameter in given}
+
     def close(self) -> None:
         """Look at no more optimizers."""
         self._handle.remove()
@@ -65,6 +77,8 @@ class OtherOptimizers:
         if inner is not None:
             raise _error(f"has {inner[1]}, of which this rank updates a piece")
         if any(id(parameter) in each._own for each in _LIVE for parameter in given):
+            if any(id(parameter) in self._own for parameter in given):
+                self._look(optimizer)
             self._known[optimizer] = len(given)
         elif not closure and all(parameter.grad is None for parameter in given) and self._is_for(given):
             raise _error("has none of this program's parameters, but some of their shapes and without gradients,")

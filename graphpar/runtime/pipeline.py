@@ -53,8 +53,9 @@ from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.norm import clip
 from graphpar.runtime.offloaded_activations import OffloadedActivations
 from graphpar.runtime.offloaded_state import OffloadedState
+from graphpar.runtime.optimizer_scope import ELEMENTWISE, Found, Scope, look, made_again
 from graphpar.runtime.optimizer_shards import OptimizerShards
-from graphpar.runtime.optimizers import build_optimizer, describe_model, factory
+from graphpar.runtime.optimizers import Described, build_optimizer, describe_model, factory
 from graphpar.runtime.other_optimizers import OtherOptimizers
 from graphpar.runtime.replicas import check_program, check_ranks, check_replicas, is_compared
 from graphpar.runtime.saved_state import State
@@ -78,6 +79,7 @@ from graphpar.runtime.weights import (
     save_weights,
     without_adapters,
 )
+from graphpar.runtime.whole_parameters import WholeParameters, dividing_axes
 
 CONSTANTS = "constants.safetensors"
 WEIGHTS = Path("weights") / "model.safetensors"
@@ -130,6 +132,7 @@ class Pipeline:
             weakref.WeakKeyDictionary()
         )  # as a checkpoint has them until they are made
         self._offloaded: weakref.WeakKeyDictionary[Optimizer, OffloadedState] = weakref.WeakKeyDictionary()
+        self._whole: weakref.WeakKeyDictionary[Optimizer, WholeParameters] = weakref.WeakKeyDictionary()
         try:
             with agreed():
                 self._build()
@@ -139,7 +142,7 @@ class Pipeline:
                         self._package, self._interfaces, self.stages, self.program, self.groups
                     )
             self._gradients = Gradients(self.stages, self.program, self.groups, self.device, self._shards)
-            self._others = OtherOptimizers(self.stages, self.parameters, self.program)
+            self._others = OtherOptimizers(self.stages, self.parameters, self.program, self._look_at)
         except AgreedError:
             self.groups.close()
             raise
@@ -428,28 +431,80 @@ class Pipeline:
         self.synchronize()
         with agreed():
             offloaded = None if optimizer is None else self._offloaded.get(optimizer)
-            return State(self.stages, self.program, self.groups, self._shards, optimizer, offloaded)
+            whole = None if optimizer is None else self._whole.get(optimizer)
+            owned = ({}, ()) if whole is None else (whole.parameters, whole.axes)
+            return State(self.stages, self.program, self.groups, self._shards, optimizer, offloaded, *owned)
 
     # Training
 
-    def optimizer(self, lr: float | None = None) -> torch.optim.Optimizer:
+    def optimizer(self, lr: float | None = None, make: Callable[..., Any] | None = None) -> torch.optim.Optimizer:
         """Make the model file's ``optimizer``; AdamW where it has none. A collective call.
 
         The function sees what ``named_parameters()`` of the model gives, in whole shapes, and its optimizer has all of its groups on every
-        rank; this rank's parameters are then what is left in them.
+        rank; this rank's parameters are then what is left in them. One that looks at whole parameters, or at all together, where ranks have
+        parts of them, has those that this rank owns: :mod:`graphpar.runtime.whole_parameters`.
 
         Args:
             lr: the learning rate of all of its groups; by default its own (of AdamW 1e-3).
+            make: in place of the model file's function.
 
         Raises:
-            RuntimeProgramError: on all ranks, if it fails on one, or would train other parameters than it was given.
+            RuntimeProgramError: on all ranks, if it fails on one, would train other parameters than it was given, needs a closure, or draws
+                random numbers, which ranks would draw apart.
         """
         model = describe_model(self.stages, self.program, self.groups)
         with agreed():
-            make = factory(self.program, self._package, "optimizer")
-            made = build_optimizer(make, self._own_parameters(), model, lr)
+            make = make or factory(self.program, self._package, "optimizer")
+            scope = Scope.ELEMENT if make is None else self._scope(make, model)
+        axes = dividing_axes(self.program, scope)
+        whole = WholeParameters(self._own_parameters(), axes, scope, self._state(None), self.device) if axes else None
+        with agreed():
+            made = build_optimizer(make, self._own_parameters() if whole is None else whole.stepped, model, lr)
             self.offload(made)
+            if whole is not None:
+                whole.wrap(made, self._gradients.check_reduced)
+                self._whole[made] = whole
+            self._others.know(made)
             return made
+
+    def _scope(self, make: Callable[..., Any], model: Mapping[str, Described]) -> Scope:
+        """Find what an optimizer looks at, where there are several ranks."""
+        if self.program.world_size == 1:
+            return Scope.ELEMENT
+        found = self._found(make, model)
+        found.check_ranks()
+        return found.scope
+
+    def _found(self, make: Callable[..., Any], model: Mapping[str, Described]) -> Found:
+        return look(make, model, flat=self.program.zero == 1 and not self.program.owners, device=self.device)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer that was made over :meth:`parameters` by hand may step what this rank stores.
+
+        Raises:
+            RuntimeProgramError: it looks at more.
+        """
+        kind = type(optimizer)
+        plain = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+        if plain or not dividing_axes(self.program, Scope.ALL):
+            return
+        state, own = State(self.stages, self.program, self.groups, self._shards, None), self._own_parameters()
+        model = {
+            name: Described(
+                torch.Size(state.of_parameter(copies[0], "", copies[0]).shape), copies[0].dtype, copies[0].requires_grad
+            )
+            for name, copies in own.items()
+        }
+        try:
+            found = self._found(made_again(optimizer, {copies[0]: name for name, copies in own.items()}), model)
+        except RuntimeProgramError:
+            return  # it is made of something else, or needs a closure, which is the loop's
+        if found.tried and dividing_axes(self.program, found.scope):
+            what = "all parameters together" if found.scope is Scope.ALL else "whole parameters"
+            raise RuntimeProgramError(
+                f"the step of {kind.__name__} looks at {what}, and this rank stores parts of them; make it by "
+                "pipeline.optimizer(make=...), with a function of pairs of names and parameters, so that it has them"
+            )
 
     def offload(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer that :meth:`optimizer` has not made where the plan has it: in the host's memory, or nowhere else.
@@ -593,6 +648,10 @@ class Pipeline:
         if (group := self.groups["pp"]) is not None:
             dist.broadcast(shared, src=self.groups.rank_at(pp=self.program.stages[-1].rank), group=group)
         return shared
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give each parameter that this rank updates its part of a whole gradient, by name; none where there is none."""
+        self._state(None).give(gradients)
 
     def zero_grad(self) -> None:
         """Set the gradients of this rank's parameters to ``None``, and drop those that steps with ``accumulate`` have left.

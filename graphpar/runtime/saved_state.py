@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphpar.runtime.axes import AXES, STATE_AXES
-from graphpar.runtime.boxes import Box, boxes_of
+from graphpar.runtime.boxes import Box, boxes_of, part_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
@@ -80,6 +80,8 @@ class State:
     shards: OptimizerShards | None
     optimizer: Optimizer | None
     offloaded: OffloadedState | None = None  # where its state lives, if not on the device
+    whole: Mapping[str, nn.Parameter] = field(default_factory=dict)  # what this rank owns of those that are divided
+    exchange: tuple[str, ...] = ()  # the axes of which one rank owns each of them
     names: dict[Tensor, str] = field(
         init=False
     )  # of the parameters that an optimizer steps; tied ones by their first name
@@ -91,6 +93,7 @@ class State:
         else:
             named = [pair for stage in self.stages for pair in stage.named_parameters()]
             self.names = {parameter: self.first(name) for name, parameter in named}
+        self.names |= {parameter: name for name, parameter in self.whole.items()}
         strange = [
             f"{list(parameter.shape)} of group {number}"
             for number, group in enumerate(self._param_groups())
@@ -147,10 +150,15 @@ class State:
         """Describe a tensor of an optimizer's state.
 
         Raises:
-            RuntimeProgramError: it has neither the shape of the parameter nor one element.
+            RuntimeProgramError: it has neither the shape of the parameter nor one element, and this rank has a part of the parameter.
         """
         name = self.names[parameter]
         path = (*STATE, name, key)
+        owned = parameter is self.whole.get(name)
+        if owned or (value.ndim and value.shape != parameter.shape and self._is_whole(parameter)):
+            box = Box((0,) * value.ndim, value.detach())
+            others = (*(self.exchange if owned else ()), *(STATE_AXES if self.shards is not None else ()))
+            return self._turned(Entry(path, tuple(value.shape), value.dtype, [box], [box.values]), {}, *others)
         if value.shape == parameter.shape:
             if self.shards is None:
                 return self._entry(path, name, value)
@@ -166,6 +174,19 @@ class State:
             f"{list(parameter.shape)}: state of other shapes than the parameter's has no place under another plan"
         )
 
+    def _shape(self, parameter: Tensor) -> Sequence[int]:
+        """The shape of what this rank has of a parameter, a slice of which it may update."""
+        name = self.names[parameter]
+        return parameter.shape if self.shards is None or parameter is self.whole.get(name) else self._ranges[name][0]
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        """Whether this rank updates all of a parameter."""
+        name = self.names[parameter]
+        divided = any(isinstance(kind, Shard) for kind in self.program.stored(name).values())
+        return parameter is self.whole.get(name) or (
+            not divided and parameter.numel() == math.prod(self._shape(parameter))
+        )
+
     def optimizer_state(self) -> dict[str, Entry]:
         """Return the tensors of the optimizer's state by key; of equal copies of a parameter, the first one's."""
         found: dict[str, Entry] = {}
@@ -174,6 +195,15 @@ class State:
                 entry = self.of_parameter(parameter, key, value)
                 found.setdefault(entry.key, entry)
         return found
+
+    def give(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients of this rank's parameters to their parts of whole ones; to none where there is none."""
+        for parameter, name in self.names.items():
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False) if name in gradients else None
+            if parameter.grad is not None:
+                whole = gradients[name].to(parameter.device)
+                for box in self.of_parameter(parameter, "", parameter.grad).boxes:
+                    box.values.copy_(part_of(whole, box.offsets, box.values.shape))
 
     def _state(self) -> Iterable[tuple[Tensor, str, Any]]:
         state = {} if self.optimizer is None else self.optimizer.state
@@ -235,8 +265,9 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
-                    like_parameter = len(size) or (self._dims(parameter) == 0 and key != "step")
-                    if like_parameter:
+                    if len(size) and tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter):
+                        value = torch.zeros(tuple(size), dtype=dtype, device=parameter.device)
+                    elif len(size) or (not self._shape(parameter) and key != "step"):
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -251,9 +282,6 @@ class State:
                     else:
                         entries[entry.key] = entry
         return entries, states
-
-    def _dims(self, parameter: Tensor) -> int:
-        return parameter.ndim if self.shards is None else len(self._ranges[self.names[parameter]][0])
 
     def hyperparameters(self, saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return for each group of the optimizer the hyperparameters that a checkpoint has for its parameters.

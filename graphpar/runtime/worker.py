@@ -5,8 +5,10 @@ ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchr
 
 job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
                                "max_norm": if it is there, the last optimizer step uses the gradients of one batch more,
-                               added up and clipped; "double": compute in float64
+                               added up and clipped; "double": compute in float64; "gradients": files of whole gradients, one a step, with
+                               which the model file's own optimizer then steps
 job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its shards);
+                               stepped/{name}, the parameters after the steps of the own optimizer;
                                grad/accumulated/{name}; of an inference program output/{step}/{name}.
                                A file a step, written when the step is done, so that no rank holds the tensors of two
 job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
@@ -200,6 +202,9 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
         else:
             _train(pipeline, job, results)
             results.keep("state", _state(pipeline))
+            if job.get("gradients"):
+                _step_own(pipeline, job["gradients"])
+                results.keep("stepped", _parameters(pipeline, "stepped"))
         if drawn is not None:
             results.report["drawn"] = [dataclasses.astuple(each) for each in drawn]
         if pipeline.program.mode != TRAIN:
@@ -279,14 +284,31 @@ def _keep_gradients(pipeline: Pipeline, step: int | str, results: _Results) -> s
     }
 
 
+def _step_own(pipeline: Pipeline, gradients: Sequence[str]) -> None:
+    """Step the model file's optimizer and schedule with the gradients of these files."""
+    optimizer = pipeline.optimizer()
+    schedule = pipeline.lr_schedule(optimizer)
+    for file in gradients:
+        pipeline.set_gradients(WeightFile(file))
+        optimizer.step()
+        schedule.step()
+        pipeline.zero_grad()
+
+
+def _parameters(pipeline: Pipeline, kind: str) -> dict[str, Tensor]:
+    """The stages' parameters, under every name."""
+    pipeline.synchronize()
+    return {
+        f"{kind}/{name}": padded(value)
+        for stage in pipeline.stages
+        for name, value in stage.named_parameters(remove_duplicate=False)
+    }
+
+
 def _state(pipeline: Pipeline) -> dict[str, Tensor]:
     """The stages' parameters and buffers, under every name."""
-    tensors: dict[str, Tensor] = {}
-    pipeline.synchronize()
+    tensors = _parameters(pipeline, "param")
     for stage in pipeline.stages:
-        tensors.update(
-            {f"param/{name}": padded(value) for name, value in stage.named_parameters(remove_duplicate=False)}
-        )
         tensors.update({f"buffer/{name}": value for name, value in stage.named_buffers(remove_duplicate=False)})
     return tensors
 

@@ -44,6 +44,7 @@ class Difference:
     def __str__(self) -> str:
         when = "after the last step" if self.step is None else f"step {self.step}"
         when = "the accumulated and clipped step" if self.step == ACCUMULATED else when
+        when = "after steps of the model file's own" if self.kind == "optimizer" else when
         return f"{self.kind}{f' of {self.name}' if self.name else ''}, {when} ({self.error:.1e})"
 
     def to_json(self) -> dict[str, Any]:
@@ -175,6 +176,7 @@ class _Comparison:
         kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode == TRAIN else ["output"]
         if plan.mode == TRAIN and reference.accumulated is not None:
             kinds.insert(2, "norm")
+        kinds += ["optimizer"] if reference.stepped else []
         self.outcome = Verification(
             devices=plan.mesh.size,
             steps=steps,
@@ -205,7 +207,8 @@ class _Comparison:
             self.gradients(step, gradients)
         if self.reference.accumulated is not None:
             self.accumulated(self.reference.accumulated, result)
-        self.parameters()
+        self.parameters("parameter", "param", self.reference.parameters)
+        self.parameters("optimizer", "stepped", self.reference.stepped)
         shared = {name: group for group in self.reference.ties for name in group}
         for name, expected in self.reference.buffers.items():
             held = self.written.holders(f"buffer/{name}")
@@ -213,10 +216,9 @@ class _Comparison:
             if held or (name in self.reference.persistent and not elsewhere):
                 self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
 
-    def parameters(self) -> None:
+    def parameters(self, kind: str, key: str, expected: Mapping[str, Tensor]) -> None:
         """Compare parameters after the last step; all copies of one, under every name and on every rank, must be equal bit for
         bit."""
-        expected = self.reference.parameters
         largest = _largest(expected)
         ties = [group for group in self.reference.ties if group[0] in expected]
         tied = {name for group in ties for name in group}
@@ -224,13 +226,14 @@ class _Comparison:
             copies = [
                 copy
                 for name in group
-                for copy in self.whole(None, "parameter", f"param/{name}", name, expected[name], largest)
+                for copy in self.whole(None, kind, f"{key}/{name}", name, expected[name], largest)
             ]
             for rank, value in copies[1:]:
                 first, other = copies[0]
                 if value.shape == other.shape and not same(other, value):
                     drift = float((other.double() - value.double()).abs().max())
                     what = f"tied parameter {' = '.join(group)}" if len(group) > 1 else f"parameter {group[0]}"
+                    what = f"after steps of the model file's optimizer, {what}" if kind == "optimizer" else what
                     self.outcome.problems.append(
                         f"{what}: its copies on ranks {first} and {rank} differ by {drift:.3g}"
                     )
@@ -316,7 +319,7 @@ class _Comparison:
         def moment(difference: Difference) -> tuple[int, int, int]:
             step = difference.step
             number = step if isinstance(step, int) else len(self.reference.losses) + (step is None)
-            kind = ("loss", "output", "gradient", "norm", "buffer", "parameter").index(difference.kind)
+            kind = ("loss", "output", "gradient", "norm", "buffer", "parameter", "optimizer").index(difference.kind)
             return number, kind, -self.reference.order.get(difference.name, -1)
 
         return min(self.differences, key=moment, default=None)

@@ -50,6 +50,14 @@ class Accumulated:
     gradients: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Stepping:
+    """What makes the model file's optimizer, AdamW where it has none, and its schedule."""
+
+    optimizer: Callable[..., Any] | None
+    lr_schedule: Callable[..., Any] | None
+
+
 @dataclass
 class Reference:
     """The results of the unpartitioned model. Tensors are in files, and are read when they are used."""
@@ -63,6 +71,9 @@ class Reference:
     norms: list[float] = field(default_factory=list)  # of the whole model's gradient, a step
     parameters: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    stepped: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # the parameters after steps of the own optimizer with those gradients
     outputs: list[Mapping[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
     finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
@@ -90,6 +101,11 @@ class Reference:
         """Return the file of the inputs and targets of a step."""
         return self.folder / f"batch_{step}.safetensors"
 
+    @property
+    def gradient_files(self) -> list[Path]:
+        """The files of the gradients of each step."""
+        return [self.folder / f"gradients_{step}.safetensors" for step in range(len(self.gradients))]
+
     def keep(self, file: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Write ``tensors``, and return a mapping that reads them when they are used."""
         write_tensors(file, tensors)
@@ -114,6 +130,7 @@ class _Setting:
     leaves: list[Any]
     spec: TreeSpec
     shown: torch.dtype | None = None  # in float64: the dtype that the model itself has
+    stepping: Stepping | None = None
     forward: Callable[..., Any] | None = (
         None  # of the model and a batch by name, in place of the model's own call and loss
     )
@@ -165,6 +182,7 @@ def run_reference(
     microbatched: bool = False,
     counted: Collection[str] = (),
     forward: Callable[..., Any] | None = None,
+    stepping: Stepping | None = None,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
@@ -173,9 +191,12 @@ def run_reference(
         counted: names of the inputs that the loss denominators depend on.
         forward: called with the model and a batch by name, for the loss (or the outputs of inference), in place of the model and
             its loss function.
+        stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
-    setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec, forward=forward)
+    setting = _Setting(
+        source, plan, tuple(inputs), steps, microbatched, leaves, spec, stepping=stepping, forward=forward
+    )
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]
         rows = inputs[0].shape[0] if plan.mode == GENERATE else plan.global_batch
@@ -237,6 +258,10 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     reference.parameters = reference.keep(reference.folder / "parameters.safetensors", named)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
+    if setting.stepping is not None:
+        with in_double() if double else nullcontext():
+            _step_own(setting.stepping, policy, reference)
+        reference.stepped = reference.keep(reference.folder / "stepped.safetensors", named)
     return reference
 
 
@@ -312,6 +337,31 @@ def _train(setting: _Setting, policy: Policy, reference: Reference) -> None:
             optimizer.param_groups[0]["lr"] = reference.learning_rate
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _step_own(stepping: Stepping, policy: Policy, reference: Reference) -> None:
+    """Step the model file's own optimizer and schedule with the gradients of the steps before, whose order is that of the model.
+
+    Raises:
+        GraphparError: one of them fails.
+    """
+    first: dict[int, str] = {}
+    for name, parameter in policy.named.items():
+        first.setdefault(id(parameter), name)
+    pairs = [(name, policy.named[name]) for name in first.values()]
+    try:
+        made = torch.optim.AdamW(pairs, lr=1e-3) if stepping.optimizer is None else stepping.optimizer(list(pairs))
+        schedule = None if stepping.lr_schedule is None else stepping.lr_schedule(made)
+        for gradients in reference.gradients:
+            for name, parameter in pairs:
+                parameter.grad = gradients.get(name)
+            made.step()
+            if schedule is not None:
+                schedule.step()
+    except Exception as error:
+        raise GraphparError(
+            f"The optimizer or lr_schedule of the model file fails on one device: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _find_scale(setting: _Setting, policy: Policy, reference: Reference, trained: Sequence[nn.Parameter]) -> None:

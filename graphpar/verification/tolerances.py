@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-KINDS = ("loss", "gradient", "norm", "parameter", "buffer", "output")
+KINDS = ("loss", "gradient", "norm", "parameter", "buffer", "optimizer", "output")
 
 
 @dataclass(frozen=True)

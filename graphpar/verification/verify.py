@@ -27,13 +27,14 @@ from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.modes import GENERATE
-from graphpar.runtime.stages import check_files
+from graphpar.runtime.modes import GENERATE, TRAIN
+from graphpar.runtime.optimizers import factory
+from graphpar.runtime.stages import check_files, emitted_package
 from graphpar.runtime.worker import run_jobs
 from graphpar.text import plural
 from graphpar.verification.comparison import Verification, compare, relative_error
 from graphpar.verification.recorded import Recorded
-from graphpar.verification.reference import SEED, Reference, run_reference
+from graphpar.verification.reference import SEED, Reference, Stepping, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4
@@ -190,11 +191,19 @@ def _subject(
     microbatched = coupled and plan.microbatches > 1
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, plan.mesh.replicas if plan.dp_mean else 1)
-    if key not in shared:
-        shared[key] = run_reference(
-            source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward
+    text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
+    if (*key, text) not in shared:
+        stepping = None if text is None or plan.mode != TRAIN else _own_optimizer(manifest)
+        shared[*key, text] = run_reference(
+            source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward, stepping=stepping
         )
-    return _Subject(folder, plan, shared[key])
+    return _Subject(folder, plan, shared[*key, text])
+
+
+def _own_optimizer(manifest: Manifest) -> Stepping:
+    """Return what makes the optimizer and the schedule of the model file."""
+    package = emitted_package(manifest)
+    return Stepping(*(factory(manifest, package, name) for name in ("optimizer", "lr_schedule")))
 
 
 def _inputs_of(program: Parts | str | Path, manifest: Manifest) -> tuple[Input, ...]:
@@ -252,6 +261,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
         "double": double,
         "loss_scale": reference.loss_scale,
+        "gradients": [str(file) for file in reference.gradient_files] if reference.stepped else [],
     }
     (job / "job.json").write_text(json.dumps(record), encoding="utf-8")
     return folder

@@ -1,0 +1,286 @@
+"""What an optimizer looks at to update an element: found by stepping it on small tensors, whole and in shards, with others and alone.
+
+a step is the same with shards of each parameter, and without the others ──► ELEMENT     SGD, AdamW: a rank steps what it stores
+without the others alone                                                 ──► PARAMETER   LARS, Muon, Adafactor need whole parameters
+neither                                                                  ──► ALL         a step size from all gradients
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.optimizers import Described, build_optimizer
+
+ELEMENTS, STEPS, TRIED = 8192, 12, 48
+"""The largest small tensor, how many steps are made, and how many parameters are stepped at most."""
+ELEMENTWISE = frozenset(
+    {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adadelta",
+        "Adagrad",
+        "ASGD",
+        "RMSprop",
+        "Rprop",
+        "SparseAdam",
+    }
+)
+"""Those of ``torch.optim`` that were found to look at elements, as the tests do again: of one that was made by hand nothing is tried."""
+SCALES = (1.0, 30.0, 0.01)
+"""Of the gradients, one step after the other, so that limits show which hold for some of them."""
+TOLERANCE = 1e-4
+"""How far two runs may be apart, relative to the largest change of a parameter."""
+
+Cut = Callable[[Tensor], Tensor]
+
+
+class NeedsClosure(RuntimeProgramError):
+    """The step of an optimizer computes gradients itself."""
+
+
+class Scope(IntEnum):
+    """What the update of an element depends on."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    ALL = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of an optimizer: what its step looks at, and whether it draws random numbers; whether it could be stepped at all."""
+
+    kind: str
+    scope: Scope
+    random: bool
+    tried: bool
+
+    def check_ranks(self) -> None:
+        """Check that several ranks step alike what they all store.
+
+        Raises:
+            RuntimeProgramError: they would not.
+        """
+        if self.random:
+            raise RuntimeProgramError(
+                f"the step of the model file's optimizer, {self.kind}, draws random numbers, which each rank would draw for itself; "
+                "use one that draws none, or one device"
+            )
+
+
+def look(
+    make: Callable[..., Any],
+    model: Mapping[str, Described],
+    *,
+    flat: bool = False,
+    device: torch.device | str = "cpu",
+) -> Found:
+    """Find what the optimizer of ``make`` looks at; one that can't be stepped on small tensors may look at everything.
+
+    Args:
+        model: all of its parameters, by name.
+        flat: whether ranks store 1-D slices of parameters.
+
+    Raises:
+        NeedsClosure: the step needs a closure.
+        RuntimeProgramError: ``make`` fails, or returns no optimizer.
+    """
+    place = torch.device(device)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),  # what the user's function says is said where the optimizer is made
+        torch.random.fork_rng([place] if place.type == "cuda" else []),
+    ):
+        trial = _Trial(make, model, place)
+        whole = trial.tried(trial.names)
+        if whole is None or not all(change.any() for change in whole.changes.values() if change.numel()):
+            return Found(trial.kind, Scope.ALL, random=False, tried=False)
+        return Found(trial.kind, trial.scope(whole, flat), trial.random(whole), tried=True)
+
+
+def made_again(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Callable[[Any], Optimizer]:
+    """Return what makes another optimizer of the same class, with the same options, of parameters by these names."""
+
+    def make(named: Any) -> Optimizer:
+        of_name = dict(named)
+        groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            | {"params": [of_name[names[parameter]] for parameter in group["params"] if parameter in names]}
+            for group in optimizer.param_groups
+        ]
+        taken = inspect.signature(type(optimizer)).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+        return type(optimizer)([group for group in groups if group["params"]], **options)
+
+    return make
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What some steps leave: how parameters changed, and the numbers among the options of each group; None of one without parameters."""
+
+    changes: Mapping[str, Tensor]
+    options: Sequence[Mapping[str, float] | None]
+
+    def cut(self, cut: Cut) -> _Run:
+        """Return what would be left where each parameter is what ``cut`` leaves of it."""
+        return _Run({name: cut(change) for name, change in self.changes.items()}, self.options)
+
+    def is_part_of(self, other: _Run) -> bool:
+        """Whether parameters changed as in the other run, but for rounding, and options, which may decide later, are the same."""
+        for name, change in self.changes.items():
+            expected = other.changes[name]
+            largest = float(expected.abs().max()) if expected.numel() else 0.0
+            allowed = TOLERANCE * largest + 100 * torch.finfo(change.dtype).eps * (1 + largest)
+            if change.numel() and not float((change - expected).abs().max()) <= allowed:
+                return False
+        options = [(own, its) for own, its in zip(self.options, other.options) if own is not None and its is not None]
+        return all(
+            own.keys() == its.keys() and all(math.isclose(own[key], its[key], rel_tol=TOLERANCE) for key in own)
+            for own, its in options
+        )
+
+
+class _Trial:
+    """Small tensors in place of parameters. Those of ``names`` are stepped: of each kind of group two a number of dims."""
+
+    def __init__(self, make: Callable[..., Any], model: Mapping[str, Described], device: torch.device) -> None:
+        self.make, self.model, self.device, self.dtype = make, model, device, torch.float64
+        small = {
+            name: nn.Parameter(torch.zeros(_small(each.shape), device=device))
+            for name, each in model.items()
+            if each.requires_grad
+        }
+        made = build_optimizer(make, {name: [each] for name, each in small.items()}, model)
+        self.kind = type(made).__name__
+        name_of = {parameter: name for name, parameter in small.items()}
+        kinds: dict[Any, list[str]] = {}
+        for group in made.param_groups:
+            for parameter in group["params"]:
+                kinds.setdefault((_kind(group), parameter.ndim), []).append(name_of[parameter])
+        chosen = [name for kind in kinds.values() for name in kind[:2]]
+        self.names = chosen[:: max(1, -(-len(chosen) // TRIED))]
+        self.drawn = {name: _drawn(_small(model[name].shape), at).to(device) for at, name in enumerate(self.names)}
+
+    def scope(self, whole: _Run, flat: bool) -> Scope:
+        """Find what a step looks at; ``whole``: where all are stepped, whole."""
+        for part in (self.names[0::2], self.names[1::2]):
+            if (run := self.tried(part)) is None or not run.is_part_of(whole):
+                return Scope.ALL
+        for cut in self._cuts(flat):
+            if (run := self.tried(self.names, cut)) is None or not run.is_part_of(whole.cut(cut)):
+                return Scope.PARAMETER
+        return Scope.ELEMENT
+
+    def random(self, whole: _Run) -> bool:
+        """Whether a step draws random numbers."""
+        run = self.tried(self.names, seed=1)
+        return run is None or not run.is_part_of(whole)
+
+    def _cuts(self, flat: bool) -> Iterator[Cut]:
+        """Yield what leaves the first or the second half of each tensor, along a dim or of all its elements."""
+        dims = range(max((len(self.model[name].shape) for name in self.names), default=0))
+        for at, half in ((at, half) for at in dims for half in (0, 1)):
+            yield lambda value, at=at, half=half: (  # type: ignore[misc]
+                value.tensor_split(2, at)[half] if value.ndim > at and value.shape[at] > 1 else value
+            )
+        for half in (0, 1) if flat else ():
+            yield lambda value, half=half: value.reshape(-1).tensor_split(2)[half]  # type: ignore[misc]
+
+    def tried(self, names: Sequence[str], cut: Cut = lambda value: value, seed: int = 0) -> _Run | None:
+        """Step the parameters of ``names`` alone, what ``cut`` leaves of each; None where that fails.
+
+        Raises:
+            NeedsClosure: the step needs a closure.
+        """
+        for dtype in dict.fromkeys((self.dtype, torch.float32)):
+            self.dtype = dtype
+            try:
+                return self._stepped(names, cut, seed)
+            except NeedsClosure:
+                raise
+            except Exception:  # kernels that know no float64, or no such shape
+                continue
+        return None
+
+    def _stepped(self, names: Sequence[str], cut: Cut, seed: int) -> _Run:
+        torch.manual_seed(seed)
+        before = {name: cut(self.drawn[name][0]).to(self.dtype) for name in names}
+        own = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+        made = build_optimizer(self.make, {name: [parameter] for name, parameter in own.items()}, self.model)
+        for group in made.param_groups:
+            if "lr" in group and not float(group["lr"]):
+                group["lr"] = 0.01  # where a schedule begins at 0
+        if callable(train := getattr(made, "train", None)):
+            train()
+        for step in range(1, STEPS + 1):
+            for name, parameter in own.items():
+                parameter.grad = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
+            _step(made)
+        changes = {name: own[name].detach() - before[name] for name in names}
+        return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
+
+
+def _small(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape, its largest dims halved until a tensor of it is small."""
+    sizes = list(shape)
+    while math.prod(sizes) > ELEMENTS:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[largest] = -(-sizes[largest] // 2)
+    return tuple(sizes)
+
+
+def _drawn(shape: Sequence[int], seed: int) -> Tensor:
+    """Values, and the gradients of all steps, which point the same way in part, so that step sizes grow that are estimated from them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn((STEPS + 1, *shape), generator=generator, dtype=torch.float64)
+    found[2:] = found[1] + found[2:] / 2
+    return found
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What groups that are stepped alike have in common: their options, of numbers whether they are 0."""
+    return tuple(
+        (key, value if isinstance(value, str | bool) or value is None else repr(value) not in ("0", "0.0"))
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    )
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in group.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _step(made: Optimizer) -> None:
+    try:
+        made.step()
+    except Exception:
+        try:
+            made.step(lambda: torch.zeros((), requires_grad=True))  # type: ignore[arg-type,return-value]
+        except Exception:
+            pass
+        else:
+            raise NeedsClosure(
+                f"the optimizer of the model file, {type(made).__name__}, needs a closure that computes gradients again within its step, "
+                "and a program computes them once a step; use one whose step() needs none, such as AdamW or Muon"
+            ) from None
+        raise

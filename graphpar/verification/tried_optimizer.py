@@ -1,0 +1,61 @@
+"""The optimizer of a program, tried while it is compiled: what no plan can step is refused, and what this plan makes dear is said."""
+
+from __future__ import annotations
+
+import torch
+
+from graphpar.errors import GraphparError
+from graphpar.parts import Parts
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.optimizers import Described, factory
+from graphpar.runtime.stages import emitted_package
+from graphpar.runtime.whole_parameters import dividing_axes
+from graphpar.text import bytes_text
+
+
+def tried_optimizer(parts: Parts) -> list[str]:
+    """Step the optimizer of ``optimizer.py`` on small tensors; returns warnings.
+
+    Raises:
+        GraphparError: its step needs a closure, or draws random numbers on several ranks, or it needs all parameters on one device, which
+            has no room for them.
+    """
+    program, plan, manifest = parts.compilation.program, parts.plan, load_manifest(parts.folder)
+    again = {name for names in program.ties for name in names[1:]}
+    model = {
+        name: Described(torch.Size(info.whole or info.shape), info.dtype, info.requires_grad)
+        for name, info in program.parameters.items()
+        if name not in again
+    }
+    try:
+        make = factory(manifest, emitted_package(manifest), "optimizer")
+        if make is None:
+            return []
+        found = look(make, model, flat=plan.zero == 1 and not manifest.owners)
+    except NeedsClosure as error:
+        raise GraphparError(f"{error}.") from None
+    except RuntimeProgramError as error:  # it may need what only the ranks have, such as a GPU
+        return [f"The optimizer could not be tried here, so the ranks try it first: {error}"]
+    if plan.mesh.size > 1:
+        try:
+            found.check_ranks()
+        except RuntimeProgramError as error:
+            raise GraphparError(f"{error}.") from None
+    if found.scope is not Scope.ALL or not dividing_axes(manifest, found.scope):
+        return []
+    needed = 2 * sum(each.shape.numel() * each.dtype.itemsize for each in model.values() if each.requires_grad)
+    what = (
+        f"the step of the model file's optimizer, {found.kind}, depends on all parameters together, so one rank holds all of them, their "
+        f"gradients ({bytes_text(needed)} in all) and their state"
+    )
+    device = parts.compilation.cluster.device
+    if needed > device.memory_bytes:
+        raise GraphparError(
+            f"{what}, more than the {bytes_text(device.memory_bytes)} of a device; use one whose step looks at an element or "
+            "a parameter at a time, such as AdamW, LARS or Muon."
+        )
+    return [
+        f"{what[0].upper()}{what[1:]}, which the price leaves out. With --mesh of dp_replicate alone every rank has them anyway."
+    ]

@@ -1,0 +1,145 @@
+"""What an optimizer looks at is found by stepping it on small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.optimizers import Described
+from tests.whole_parameters_fixture import OPTIMIZERS, Lars, parameters
+
+SHAPES = {
+    "emb.weight": (50_000, 512), "0.weight": (24, 16), "0.bias": (24,), "1.weight": (16, 24), "1.bias": (16,), "conv.weight": (8, 4, 3, 3),
+    "gate": (), "scale": (1,),
+}  # fmt: skip
+MODEL = {name: Described(torch.Size(shape), torch.float32, True) for name, shape in SHAPES.items()}
+Named = list[tuple[str, nn.Parameter]]
+EACH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop")
+
+
+class Simple(Optimizer):
+    """Its step is a function of a parameter, or of all of them."""
+
+    def __init__(self, named: Named, change: Callable[[list[nn.Parameter]], None], **group: Any) -> None:
+        super().__init__([{"params": parameters(named), **group}], {"lr": 0.1})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.change([each for group in self.param_groups for each in group["params"] if each.grad is not None])
+
+
+def noisy(given: list[nn.Parameter]) -> None:
+    for each in given:
+        each.sub_(torch.randn_like(each))
+
+
+def clipped(given: list[nn.Parameter]) -> None:
+    """Elements move alone, but for a limit on the norm of all gradients together."""
+    norm = torch.stack([each.grad.norm() for each in given if each.grad is not None]).norm()
+    for each in given:
+        each.sub_(each.grad * (1000.0 / norm).clamp(max=1.0) * 0.1)
+
+
+def by_rows(given: list[nn.Parameter]) -> None:
+    """Rows move alone, so shards along the first dim are stepped as the whole is, and others not."""
+    for each in given:
+        scale = each.grad.norm(dim=-1, keepdim=True) + 1e-6 if each.ndim == 2 else 1.0
+        each.sub_(each.grad / scale)
+
+
+def by_dims(given: list[nn.Parameter]) -> None:
+    """What has one dim moves otherwise; slices have one."""
+    for each in given:
+        each.sub_(each.grad * (0.1 if each.ndim > 1 else 0.2))
+
+
+class Adapted(Simple):
+    """A step size that is estimated from all parameters, and is used when it is larger than the first."""
+
+    def step(self, closure: Any = None) -> None:
+        given = [each for each in self.param_groups[0]["params"] if each.grad is not None]
+        for group in self.param_groups:
+            group["estimate"] = (
+                group.get("estimate", 0.0) + sum(float(each.grad.square().sum()) for each in given) * 1e-12
+            )
+        with torch.no_grad():
+            for each in given:
+                each.sub_(each.grad * max(self.param_groups[0]["estimate"], 0.01))
+
+
+class Sam(Simple):
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "SAM needs a closure"
+        closure()
+
+
+def groups_by_shape(named: Named) -> Optimizer:
+    large = [each for _, each in named if each.ndim == 2 and each.size(0) < 10_000]
+    rest = [each for _, each in named if not (each.ndim == 2 and each.size(0) < 10_000)]
+    return torch.optim.AdamW([{"params": large, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_each_element_by_itself(kind: str) -> None:
+    assert (
+        look(lambda named: getattr(torch.optim, kind)(parameters(named), lr=0.01), MODEL, flat=True).scope
+        is Scope.ELEMENT
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "scope", "over_slices"),
+    [
+        (groups_by_shape, Scope.ELEMENT, Scope.ELEMENT),
+        (OPTIMIZERS["lars"], Scope.PARAMETER, Scope.PARAMETER),
+        (lambda named: Lars(parameters(named), lr=0.0), Scope.PARAMETER, Scope.PARAMETER),  # a schedule begins at 0
+        (OPTIMIZERS["orthogonal"], Scope.PARAMETER, Scope.PARAMETER),
+        (OPTIMIZERS["adafactor"], Scope.PARAMETER, Scope.PARAMETER),
+        (
+            lambda named: torch.optim.Muon([each for _, each in named if each.ndim == 2]),
+            Scope.PARAMETER,
+            Scope.PARAMETER,
+        ),
+        (lambda named: Simple(named, by_rows), Scope.PARAMETER, Scope.PARAMETER),
+        (lambda named: Simple(named, by_dims), Scope.ELEMENT, Scope.PARAMETER),
+        (OPTIMIZERS["global"], Scope.ALL, Scope.ALL),
+        (lambda named: Simple(named, clipped), Scope.ALL, Scope.ALL),
+        (lambda named: Adapted(named, clipped), Scope.ALL, Scope.ALL),
+        (lambda named: Simple(named, lambda given: given.missing), Scope.ALL, Scope.ALL),  # it can't be tried
+    ],
+)
+def test_a_parameter_or_all_together(make: Callable[..., Any], scope: Scope, over_slices: Scope) -> None:
+    assert look(make, MODEL).scope is scope
+    assert look(make, MODEL, flat=True).scope is over_slices
+
+
+@pytest.mark.parametrize(
+    "make", [lambda named: torch.optim.LBFGS(parameters(named)), lambda named: Sam(named, lambda given: None)]
+)
+def test_a_step_that_needs_a_closure_is_refused(make: Callable[..., Any]) -> None:
+    with pytest.raises(NeedsClosure, match=r"(LBFGS|Sam), needs a closure .* use one whose step\(\) needs none"):
+        look(make, MODEL)
+
+
+def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_the_trial(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def make(named: Named) -> Optimizer:
+        print("made")
+        return Simple(named, noisy)
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    found = look(make, MODEL)
+    assert torch.rand(2).equal(expected) and capfd.readouterr().out == ""
+    with pytest.raises(RuntimeProgramError, match="Simple, draws random numbers"):
+        found.check_ranks()
