@@ -104,8 +104,26 @@ def _of_parameter(node: fx.Node) -> bool:
 def split_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:
     """Return where a stage may begin by default, as (position, module path), without the model's own beginning.
 
-    That is before blocks, and where these are too few, before modules with parameters at the coarsest level with two for each stage.
+    That is before blocks, and where these are too few, before modules with parameters at the coarsest level with two for each stage; not
+    where a buffer that is written would be used on both sides.
     """
+    order = {node: position for position, node in enumerate(program.graph.nodes)}
+    spans = [sorted(order[node] for node in uses.nodes) for uses in written_buffers_of(program).uses]
+
+    def allowed(position: int) -> bool:
+        if not any(span[0] < position <= span[-1] for span in spans):
+            return True
+        try:
+            placement = _Placement(program, [position])
+            _check_buffers(placement, [_needed_on(placement, stage) for stage in range(2)])
+        except GraphparError:
+            return False
+        return True
+
+    return [(position, path) for position, path in _beginnings(program, stages) if allowed(position)]
+
+
+def _beginnings(program: Program, stages: int) -> list[tuple[int, str]]:
     nodes, placed = list(program.graph.nodes), placed_with(program)
     blocks: dict[str, int] = {}
     for index, node in enumerate(nodes):

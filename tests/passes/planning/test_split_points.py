@@ -14,9 +14,9 @@ from tests.programs import example
 
 
 class _Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.norm, self.linear1, self.linear2 = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.linear1, self.linear2 = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear2(self.linear1(self.norm(x)).relu())
@@ -71,6 +71,62 @@ def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
         sources.append({name: text for name, text in files.items() if name.startswith(("blocks", "stage"))})
 
     assert all(source == sources[0] for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("widths", "starts"),
+    [
+        ((16,) * 8, {2: [4], 3: [3, 6], 4: [2, 4, 6]}),
+        ((16, 16, 16, 64, 16, 16, 16, 16), {2: [4], 3: [3, 4], 4: [3, 4, 5]}),
+        ((64, 16, 16, 16, 16, 16, 16, 16), {2: [3], 3: [1, 5], 4: [1, 2, 5]}),
+    ],
+    ids=["equal", "a large one", "a large first one"],
+)
+def test_eight_layers_by_flops(widths: tuple[int, ...], starts: dict[int, list[int]]) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(_Layer(width) for width in widths)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean()
+
+    program = gp.export(Wide(), (torch.randn(8, 8),))
+    for stages, expected in starts.items():
+        plan = gp.plan(program, mesh={"pp": stages})
+        assert [point.path for point in plan.split_points] == [f"layers.{start}" for start in expected]
+
+
+def test_the_end_of_a_layer_among_twelve() -> None:
+    program = _program(12)
+    for last in (0, 1, 9, 10):
+        plan = gp.plan(program, mesh={"pp": 2}, split=[{f"layers.{last}": "end"}])
+        assert [len(layers) for layers in _layers(plan)] == [last + 1, 11 - last]
+
+
+def test_stages_begin_where_buffers_let_them() -> None:
+    class Kept(nn.Module):
+        """A running mean that is read by the first layer, and written again after the third."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("kept", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.mul_(0.9).add_(x.detach().mean(0))
+            first, second, third, last = self.layers
+            x = third(second(first(x * self.kept)))
+            self.kept.add_(x.detach().mean(0))
+            return last(x).mean()
+
+    program = gp.export(Kept(), (torch.randn(8, 8),))
+
+    with pytest.raises(gp.GraphparError, match="Buffer 'kept' is written"):
+        gp.plan(program, mesh={"pp": 2}, split=["layers.2"])
+    assert [point.path for point in gp.plan(program, mesh={"pp": 2}).split_points] == ["layers.3"]
 
 
 def test_marks_in_the_forward() -> None:
@@ -139,3 +195,13 @@ def test_the_plan_alone_gives_the_same_bytes() -> None:
 
     assert again == plan
     assert gp.partition(program, again).files == gp.partition(program, plan).files
+
+
+def test_a_table_that_does_not_divide_the_rows_names_them() -> None:
+    table = "0F0,0F1,0F2,0B0,0B1,0B2\n"
+    with pytest.raises(
+        gp.GraphparError, match=r"3 microbatches, which don't divide the 4 rows of a replica \(a global batch of 8\)"
+    ):
+        gp.plan(_program(4), mesh={"dp_replicate": 2}, table=table)
+    with pytest.raises(gp.GraphparError, match="3 microbatches, which don't divide the 8 rows of the global batch"):
+        gp.plan(_program(4), mesh={"pp": 1}, table=table)
