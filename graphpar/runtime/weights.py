@@ -204,7 +204,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
     """Copy a stage's parameters and persistent buffers from ``path``, sharded for the mesh coordinates ``place``.
 
     Raises:
-        RuntimeProgramError: a name is missing (under every name of its tie) or a shape differs.
+        RuntimeProgramError: a name is missing (under every name of its tie), a shape differs, or the values under tied names do.
     """
     tied = names_by_tie(program.ties)
     with WeightFile(path) as file:
@@ -218,10 +218,24 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
                 missing.append(name)
             else:
                 found[name] = source
+                _check_tied(source, [other for other in tied.get(name, ()) if other in file], file)
         if missing:
             hint = near_match(missing[0], (name for name in file if name not in wanted))
             raise RuntimeProgramError(f"{path} has no value for {listed(missing)}.{hint}")
         _copy(wanted, found, file, program, place)
+
+
+def _check_tied(source: str, names: Sequence[str], file: WeightFile) -> None:
+    """Check that a file which has a tied tensor under several names has one value for it.
+
+    Raises:
+        RuntimeProgramError: it has others.
+    """
+    for name in names:
+        if name != source and not torch.equal(file[name], file[source]):
+            raise RuntimeProgramError(
+                f"{file.path} has other values for {name} than for {source}, which are one tensor in the model; leave one of them out"
+            )
 
 
 def check_file(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> None:

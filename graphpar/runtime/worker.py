@@ -7,7 +7,7 @@ job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentu
                                "max_norm": if it is there, the last optimizer step uses the gradients of one batch more,
                                added up and clipped; "double": compute in float64; "gradients": files of whole gradients, one a step, with
                                which the model file's own optimizer then steps
-job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its shards);
+job/rank_0/*.safetensors  out: begun/{name} (buffers), grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its shards);
                                stepped/{name}, the parameters after the steps of the own optimizer;
                                grad/accumulated/{name}; of an inference program output/{step}/{name}.
                                A file a step, written when the step is done, so that no rank holds the tensors of two
@@ -22,7 +22,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +192,7 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
         if job.get("loss_scale") is not None:
             pipeline.loss_scale = job["loss_scale"]
         pipeline.load_weights(job["weights"])
+        results.keep("begun", {f"begun/{name}": value for name, value in _buffers(pipeline)})
         drawn = watch_seeds(pipeline.package) if pipeline.program.dropout == KERNEL else None
         if pipeline.program.mode != TRAIN:
             for step in range(job["steps"]):
@@ -308,9 +309,14 @@ def _parameters(pipeline: Pipeline, kind: str) -> dict[str, Tensor]:
 def _state(pipeline: Pipeline) -> dict[str, Tensor]:
     """The stages' parameters and buffers, under every name."""
     tensors = _parameters(pipeline, "param")
-    for stage in pipeline.stages:
-        tensors.update({f"buffer/{name}": value for name, value in stage.named_buffers(remove_duplicate=False)})
+    tensors.update({f"buffer/{name}": value for name, value in _buffers(pipeline)})
     return tensors
+
+
+def _buffers(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stages' buffers and constants, under every name."""
+    for stage in pipeline.stages:
+        yield from stage.named_buffers(remove_duplicate=False)
 
 
 if __name__ == "__main__":

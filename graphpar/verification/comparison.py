@@ -1,8 +1,8 @@
 """Compare every loss, gradient, parameter, buffer and output of the ranks with the reference's, and copies with each other.
 
 Errors are relative to the largest magnitude of the reference tensor, or to 1e-3 of the model's largest gradient
-(parameter) where that is larger: some gradients are zero except for rounding. The tolerance follows from each tensor's
-own dtype.
+(parameter) where that is larger, of a running mean to 1e-3 of the spread: some are zero except for rounding. The tolerance
+follows from each tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _FLOOR = 1e-3
 _PIECE = 1 << 22  # elements that are compared at a time, since float64 takes memory
 ACCUMULATED = "accumulated"
 """In place of a step's number: the step on the accumulated and clipped gradients of two batches."""
+BEGUN = "begun"
+"""In place of a step's number: before the first step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Difference:
 
     def __str__(self) -> str:
         when = "after the last step" if self.step is None else f"step {self.step}"
-        when = "the accumulated and clipped step" if self.step == ACCUMULATED else when
+        when = {ACCUMULATED: "the accumulated and clipped step", BEGUN: "before the first step"}.get(
+            str(self.step), when
+        )
         when = "after steps of the model file's own" if self.kind == "optimizer" else when
         return f"{self.kind}{f' of {self.name}' if self.name else ''}, {when} ({self.error:.1e})"
 
@@ -150,6 +154,7 @@ def compare(
         return outcome
     ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
     comparison.written = GatheredTensors(ranks, plan.mesh.degrees(), program, outcome.problems)
+    comparison.begun()
     if plan.mode != TRAIN:
         comparison.outputs()
     else:
@@ -173,7 +178,7 @@ class _Comparison:
     def __init__(self, reference: Reference, plan: Plan, steps: int, result: JobResult) -> None:
         self.reference = reference
         usual = precision(reference.dtype)
-        kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode == TRAIN else ["output"]
+        kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode == TRAIN else ["output", "buffer"]
         if plan.mode == TRAIN and reference.accumulated is not None:
             kinds.insert(2, "norm")
         kinds += ["optimizer"] if reference.stepped else []
@@ -189,6 +194,12 @@ class _Comparison:
             data=reference.data,
         )
         self.differences: list[Difference] = []
+
+    def begun(self) -> None:
+        """Compare buffers and constants that the program has with those of the model as it was built."""
+        for name, expected in self.reference.begun.items():
+            if self.written.holders(f"begun/{name}"):
+                self.whole(BEGUN, "buffer", f"begun/{name}", name, expected, 0.0)
 
     def outputs(self) -> None:
         for step, outputs in enumerate(self.reference.outputs):
@@ -214,7 +225,12 @@ class _Comparison:
             held = self.written.holders(f"buffer/{name}")
             elsewhere = any(self.written.holders(f"buffer/{other}") for other in shared.get(name, ()))
             if held or (name in self.reference.persistent and not elsewhere):
-                self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
+                self.whole(None, "buffer", f"buffer/{name}", name, expected, self.spread(name))
+
+    def spread(self, name: str) -> float:
+        """Return the spread of what a running mean is the mean of, 0 of other buffers: a mean that is 0 is so but for rounding."""
+        variance = self.reference.buffers.get(f"{name.removesuffix('running_mean')}running_var")
+        return float(variance.max()) ** 0.5 if name.endswith("running_mean") and variance is not None else 0.0
 
     def parameters(self, kind: str, key: str, expected: Mapping[str, Tensor]) -> None:
         """Compare parameters after the last step; all copies of one, under every name and on every rank, must be equal bit for
@@ -319,6 +335,7 @@ class _Comparison:
         def moment(difference: Difference) -> tuple[int, int, int]:
             step = difference.step
             number = step if isinstance(step, int) else len(self.reference.losses) + (step is None)
+            number = -1 if step == BEGUN else number
             kind = ("loss", "output", "gradient", "norm", "buffer", "parameter", "optimizer").index(difference.kind)
             return number, kind, -self.reference.order.get(difference.name, -1)
 

@@ -26,6 +26,7 @@ from graphpar.frontend.outputs import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
+from graphpar.ir.source import user_line
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.kept_folder import KeptFolder
 from graphpar.runtime.kernel_dropout import KERNEL
@@ -67,6 +68,9 @@ class Reference:
     dtype: torch.dtype  # the least precise dtype of the computation
     persistent: frozenset[str]  # names of buffers in the state_dict
     batches: list[dict[str, Tensor]]
+    begun: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # buffers and other tensors of modules before the first step
     gradients: list[Mapping[str, Tensor]] = field(default_factory=list)  # a step
     norms: list[float] = field(default_factory=list)  # of the whole model's gradient, a step
     parameters: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step
@@ -203,14 +207,41 @@ def run_reference(
         batches = step_batches(setting.examples, rows, steps + 1, variation, counted, SEED)
         try:
             reference = _run(setting, batches)
-        except Exception:  # the model refuses values that the example does not have
+        except Exception as error:  # the model refuses values that the example does not have
             if last:
-                raise
+                raise (_alone(setting, batches[0]) or error) from error
             continue
         if reference.finite or last:
             break
     reference.data = _described(variation, batches, setting.inputs)
     return reference
+
+
+def _alone(setting: _Setting, batch: dict[str, Tensor]) -> GraphparError | None:
+    """Return the error for a model that fails by itself, without anything of graphpar around it; None where it doesn't."""
+    model = _built(setting.source)
+    with _borrowed(model):
+        if setting.source.mode is not None:
+            model.train(setting.source.mode == "train")
+        trains = setting.plan.mode == TRAIN
+        try:
+            if setting.forward is not None:
+                loss = setting.forward(model, dict(batch))
+            elif trains:
+                loss = _loss(setting, Policy(model, Precision()), batch)
+            else:
+                args, kwargs, _ = setting.arguments(batch)
+                model(*args, **kwargs)
+            if trains and loss.requires_grad:
+                loss.backward()
+        except Exception as error:
+            place = user_line(error)
+            what = (str(error).splitlines() or [""])[0]
+            return GraphparError(
+                f"There is nothing to compare with: the model itself fails {'to train ' if trains else ''}on one device"
+                f"{f' ({place})' if place else ''}, {type(error).__name__}: {what}"
+            )
+    return None
 
 
 def _described(variation: Variation, batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> str:
@@ -247,6 +278,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
         policy_dtype=None if double else precision.cast_to,
     )
     reference.keep(reference.weights, named | {name: buffers[name] for name in reference.persistent if name in buffers})
+    reference.begun = reference.keep(reference.folder / "begun.safetensors", _constants(model) | buffers)
     for step, batch in enumerate(batches):
         reference.keep(reference.batch_file(step), batch)
     if setting.plan.mode != TRAIN:
@@ -263,6 +295,16 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
             _step_own(setting.stepping, policy, reference)
         reference.stepped = reference.keep(reference.folder / "stepped.safetensors", named)
     return reference
+
+
+def _constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules hold beside parameters and buffers."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    }
 
 
 def _built(source: ModelSource) -> nn.Module:

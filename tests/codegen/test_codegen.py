@@ -425,3 +425,17 @@ def test_loops_over_units_hide_no_name_of_their_function() -> None:
     program = example("resnet")
     text = gp.partition(program, gp.plan(program, mesh={"dp_shard": 2}, zero=3)).files["stage_0.py"]
     assert "in stage.stages" in text and "for stage in stage." not in text
+
+
+def test_each_parameter_needs_a_gradient_as_in_the_model() -> None:
+    """A module with one frozen and one trained parameter, in a block and alone."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 2))
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.bias.requires_grad_(isinstance(module, nn.Linear))
+            module.weight.requires_grad_(not module.bias.requires_grad)
+    program = gp.export(model, (torch.randn(4, 4),), loss_fn=lambda output: output.square().mean())
+    stage = gp.partition(program, gp.plan(program, 1)).stage(rank=0)
+
+    expected = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in stage.named_parameters()} == expected

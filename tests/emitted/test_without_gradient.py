@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphpar.emitted import collectives
 from graphpar.emitted.gated import geglu, swiglu
 from graphpar.emitted.rotary import apply_rotary
 
@@ -29,3 +30,21 @@ def test_gates(gate: object) -> None:
         made = gate(x, y)
 
     assert torch.equal(made, gate(x.clone().requires_grad_(), y))
+
+
+def test_an_all_reduce_leaves_its_operand_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Work:
+        def wait(self) -> None: ...
+
+    class Group:
+        def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+            tensors[0].mul_(2)  # of two ranks that hold the same
+            return Work()
+
+    monkeypatch.setattr(collectives, "_axes", {"tp": ("tp", 2, 0)})
+    monkeypatch.setattr(collectives, "_groups", {"tp": Group()})
+    for x in (torch.randn(3, 4), torch.randn(4, 3).t()):
+        before = x.clone()
+        with torch.no_grad():
+            total = collectives.all_reduce(x, "tp")
+        assert torch.equal(x, before) and torch.equal(total, 2 * before)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from graphpar.runtime import LaunchError, Pipeline, RuntimeProgramError, load_manifest, replicas, sample_keys
+from graphpar.runtime import (
+    LaunchError,
+    Pipeline,
+    RuntimeProgramError,
+    checkpoint,
+    load_manifest,
+    replicas,
+    sample_keys,
+)
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.schedules import NAMES
 from graphpar.runtime.torch_versions import SPLITS_BACKWARD
@@ -270,6 +280,49 @@ def test_missing_and_misshapen_weights_are_named(alone: object, tmp_path: Path) 
     ):
         pipeline.load_weights(tmp_path / "more.safetensors")
     pipeline.load_weights(tmp_path / "more.safetensors", strict=False)
+
+
+def test_a_file_with_two_values_for_one_tensor_is_refused(alone: object, tmp_path: Path) -> None:
+    pipeline = Pipeline(fixture.emit(tmp_path / "out", stages=1, ranks=[0]))
+    state = load_file(tmp_path / "out" / "weights" / "model.safetensors")
+    tied = state.pop("lm_head.weight", None)
+    tied = state["wte.weight"] if tied is None else tied
+    save_file(state | {"wte.weight": tied, "lm_head.weight": tied.clone()}, str(tmp_path / "same.safetensors"))
+    pipeline.load_weights(tmp_path / "same.safetensors")
+    save_file(state | {"wte.weight": tied, "lm_head.weight": tied + 1}, str(tmp_path / "other.safetensors"))
+    with pytest.raises(RuntimeProgramError, match=r"other values for lm_head.weight than for wte.weight"):
+        pipeline.load_weights(tmp_path / "other.safetensors")
+
+
+def test_a_checkpoint_saved_beside_training_has_the_values_of_its_step(alone: object, tmp_path: Path) -> None:
+    """The thread that writes is held back until the next steps have changed every tensor."""
+    pipeline = Pipeline(fixture.emit(tmp_path / "out", stages=1, ranks=[0]), seed=7)
+    pipeline.load_weights()
+    optimizer = torch.optim.SGD(pipeline.parameters(), **OPTIMIZER)
+
+    def train(step: int) -> None:
+        pipeline.step(fixture.batch(), step=step)
+        optimizer.step()
+        pipeline.zero_grad()
+
+    train(0)
+    expected = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    changed, save = threading.Event(), checkpoint.dcp_save
+
+    def held_back(*args: Any, **options: Any) -> Any:
+        assert changed.wait(30)
+        return save(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "dcp_save", held_back)
+        pipeline.save_checkpoint(tmp_path / "ckpt" / "1", optimizer, step=1, wait=False)
+        train(1)
+        changed.set()
+        pipeline.synchronize()
+        found = pipeline.load_checkpoint(tmp_path / "ckpt", optimizer)
+
+    assert found.step == 1
+    assert all(torch.equal(value, expected[name]) for name, value in pipeline.state_dict().items())
 
 
 def test_a_batch_with_other_names_or_dtypes_is_refused(alone: object, tmp_path: Path) -> None:

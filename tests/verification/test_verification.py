@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
@@ -37,6 +38,19 @@ def _edit(file: Path, change: Callable[[str], str]) -> None:
     changed = change(text)
     assert changed != text
     file.write_text(changed)
+
+
+class Tables(nn.Module):
+    """Tables that are in no state_dict: a buffer, and a tensor that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(1.0, 9.0), persistent=False)
+        self.plain = torch.linspace(1, 2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.table) * self.plain
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +285,65 @@ def test_a_tensor_is_held_to_its_own_dtype(head_first: tuple[gp.Plan, Reference]
     outcome = compare(loose, _Faked.of(reference, "param/body.3.up.weight", lambda flat: flat.mul_(1.001)), plan, 2)
 
     assert not outcome.ok and outcome.tolerance["parameter"] == 1e-5
+
+
+def test_buffers_are_held_to_their_own_dtypes_and_spread(head_first: tuple[gp.Plan, Reference]) -> None:
+    """A count that is off beside means that are right but for rounding; a mean whose true value is 0."""
+    plan, plain = head_first
+    buffers = {
+        "n.steps": torch.tensor(3),
+        "n.running_mean": torch.tensor([1e-18]),
+        "n.running_var": torch.tensor([4.0]),
+    }
+    reference = replace(plain, buffers=buffers, persistent=frozenset(buffers))
+
+    def compared(key: str, change: Callable[[Tensor], Any]) -> Verification:
+        return compare(reference, _Faked.of(reference, f"buffer/{key}", change), plan, 2)
+
+    assert compared("n.running_mean", lambda flat: flat.neg_()).ok
+    assert not compared("n.running_mean", lambda flat: flat.add_(1e-4)).ok
+    assert compared("n.running_var", lambda flat: flat.mul_(1 + 1e-6)).ok
+    outcome = compared("n.steps", lambda flat: flat.add_(1))
+    assert not outcome.ok and outcome.worst["buffer"] == "n.steps"
+
+
+def test_buffers_are_compared_before_the_first_step(tmp_path: Path) -> None:
+    """A table that no weights hold, read from the program's own file; the first difference names it."""
+    model = Tables()
+    program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda output: output.square().mean())
+    parts = gp.partition(program, gp.plan(program, 1))
+    honest = parts.save(tmp_path / "honest")
+    values = load_file(honest / "constants.safetensors")
+    folders = [honest]
+    for name in values:
+        folders.append(Path(shutil.copytree(honest, tmp_path / name)))
+        save_file({**values, name: values[name] * 1.5}, folders[-1] / "constants.safetensors")
+
+    first, *others = verify_all(folders, 1, references=[reference_for(parts, 1)] * len(folders))
+
+    assert first.ok and set(values) == {"table", "plain"}
+    for name, outcome in zip(values, others):
+        assert not outcome.ok and str(outcome.first_difference).startswith(f"buffer of {name}, before the first step")
+
+
+def test_a_model_that_fails_on_one_device_is_said_to() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x).relu()
+            made.mul_(1.1)
+            return made
+
+    program = gp.export(Fails, (torch.randn(4, 8),), loss_fn=lambda output: output.square().mean())
+    parts = gp.partition(program, gp.plan(program, 1))
+
+    with pytest.raises(
+        gp.GraphparError, match=r"the model itself fails to train on one device.*modified by an inplace"
+    ):
+        reference_for(parts, 1)
 
 
 def test_a_loss_may_read_the_models_parameters() -> None:
