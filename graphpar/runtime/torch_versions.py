@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     _PipelineStage = object  # which classes here stand before: loading torch's pipelines takes a second
 
-SPLITS_BACKWARD = torch.__version__ >= (2, 13)
+SPLITS_BACKWARD = torch.__version__ >= "2.13"
 """Whether torch's pipelines may split a backward in two. Before, it raised where what a stage sends has no gradient or what it receives
 is not used, and torch 2.11 gave wrong gradients behind operators of several results."""
 
@@ -31,10 +31,10 @@ class _OldBoundaries(_PipelineStage):
 
     args_recv_info: Any
 
-    def __init__(self, *args: Any, input_args: tuple[Tensor, ...], output_args: tuple[Tensor, ...], **options: Any):
-        super().__init__(*args, input_args=input_args, output_args=output_args, **options)
-        self._received = [example.requires_grad for example in input_args]
-        self._sent = [example.requires_grad for example in output_args]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._received = [example.requires_grad for example in options["input_args"]]
+        self._sent = [example.requires_grad for example in options["output_args"]]
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
@@ -76,7 +76,7 @@ class _OldBoundaries(_PipelineStage):
         super().set_local_bwd_input(tuple(each for each, has_gradient in made if has_gradient), mb_index)
 
 
-if TYPE_CHECKING or torch.__version__ >= (2, 13):
+if TYPE_CHECKING or torch.__version__ >= "2.13":
 
     class Boundaries(_PipelineStage):
         """Stands before torch's stage, and has nothing to add."""

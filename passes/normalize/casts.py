@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import value_of, where
@@ -116,15 +117,18 @@ def _computed(node: fx.Node, autocast: Autocast, target: torch.dtype | None) -> 
     """Return the operators that torch dispatches for ``node``, with their dtypes; None where it does not run."""
 
     def given(argument: fx.Node) -> Any:
-        value = value_of(argument)
+        value = tree_map(_of_one_size, value_of(argument))
         return value.to(target) if target is not None and _is_cast(value) else value
 
-    mode = next(v.fake_mode for v in map(value_of, node.all_input_nodes) if hasattr(v, "fake_mode"))
     # An operator that replaces a custom autograd function shows what it dispatches only when the function itself runs.
     function = OPERATORS[node.target].run if node.target in OPERATORS else node.target
     log = _Log()
     assert callable(function)
-    with mode, torch.no_grad(), torch.autocast("cpu", autocast.dtype, autocast.enabled, cache_enabled=False):
+    with (
+        FakeTensorMode(),
+        torch.no_grad(),
+        torch.autocast("cpu", autocast.dtype, autocast.enabled, cache_enabled=False),
+    ):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given)
         try:
             with log, torch_is_quiet():
@@ -132,6 +136,16 @@ def _computed(node: fx.Node, autocast: Autocast, target: torch.dtype | None) -> 
         except RuntimeError:
             return None
     return [*log.entries, _dtypes(result)]
+
+
+def _of_one_size(value: Any) -> Any:
+    """Make a tensor like ``value`` whose sizes are numbers: under autocast torch 2.11 multiplies no matrices of symbolic sizes."""
+    if isinstance(value, Tensor):
+        sizes, strides = map(_of_one_size, value.shape), map(_of_one_size, value.stride())
+        return torch.empty_strided([*sizes], [*strides], dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint if value.node.has_hint() else 2
+    return value
 
 
 def _dtypes(values: Any) -> tuple[torch.dtype, ...]:
