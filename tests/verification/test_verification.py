@@ -291,9 +291,9 @@ def test_buffers_are_held_to_their_own_dtypes_and_spread(head_first: tuple[gp.Pl
     """A count that is off beside means that are right but for rounding; a mean whose true value is 0."""
     plan, plain = head_first
     buffers = {
-        "n.steps": torch.tensor(3),
         "n.running_mean": torch.tensor([1e-18]),
         "n.running_var": torch.tensor([4.0]),
+        "n.steps": torch.tensor(3),
     }
     reference = replace(plain, buffers=buffers, persistent=frozenset(buffers))
 
