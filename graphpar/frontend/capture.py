@@ -447,8 +447,8 @@ def _explained(error: Exception, request: Request) -> GraphparError:
         place, advice = user_line(error), "Use torch.where, torch.cond or a fixed size there"
         if isinstance(error, DynamicOutputShapeException) and isinstance(error.func, torch._ops.OpOverload):
             advice = (
-                f"The operator is {error.func._opname.removeprefix('_')}: give it lengths and sizes as Python numbers, or use one whose "
-                "result has a fixed size"
+                f"The operator is {error.func._opname.removeprefix('_')}: give it lengths and sizes as Python numbers, or use one "
+                "of a fixed size"
             )
         elif in_loop(error):
             advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing"

@@ -334,8 +334,8 @@ def _values(
     for name, info in buffers.items():
         if not info.persistent:
             wanted[name] = request.model.get_buffer(name)
-    known = {name: getattr(value, "constant", None) for name, value in wanted.items()}
-    known = {name: value for name, value in known.items() if value is not None}
+    constants_of = {name: getattr(value, "constant", None) for name, value in wanted.items()}
+    known = {name: value for name, value in constants_of.items() if value is not None}
     unknown = {name: value for name, value in wanted.items() if name not in known}
     unwritten, drawn = list[str](), list[str]()
     if request.recorder is not None:

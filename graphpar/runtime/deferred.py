@@ -484,7 +484,7 @@ def _copies() -> Iterator[None]:
         return memo[id(self)]
 
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    FakeTensor.__deepcopy__ = copied  # type: ignore[attr-defined, method-assign]
+    FakeTensor.__deepcopy__ = copied  # type: ignore[assignment, attr-defined, method-assign]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

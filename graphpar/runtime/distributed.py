@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
 from graphpar.runtime.torch_versions import all_gather_single, reduce_scatter_single
@@ -154,7 +154,7 @@ def _join(timeout_s: float) -> Ranks:
     return Ranks(rank, world_size, local_rank, device, backend)
 
 
-def _local_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+def _local_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     """Make the store of ranks of one machine, which no other machine can reach; None where torchrun's own serves them."""
     if "RANK" not in os.environ:
         return HashStore()

@@ -104,7 +104,7 @@ def splits_exactly(outputs: Iterable[Tensor], received: Iterable[Tensor], parame
 def _read_by_others(outputs: Sequence[Tensor]) -> list[int]:
     """Return the places of the outputs from which another output is computed."""
     users = _users([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-    return [place for place, tensor in enumerate(outputs) if users.get(tensor.grad_fn)]
+    return [at for at, tensor in enumerate(outputs) if tensor.grad_fn is not None and users.get(tensor.grad_fn)]
 
 
 def _first_listed(joins: frozenset[Node], joins_of: list[frozenset[Node]]) -> bool:
