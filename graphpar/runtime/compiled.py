@@ -19,6 +19,7 @@ from graphpar.runtime.compiled_operators import hide_masks, know_grouped_product
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """The schedules that split backwards in two."""
@@ -73,6 +74,10 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
+    if not COMPILES_COLLECTIVES and (program.folder / "collectives.py").is_file():
+        raise RuntimeProgramError(
+            f"torch {torch.__version__} loses collectives in blocks that it compiles; take torch 2.13 or later, or leave compile out"
+        )
     cells = (cell for row in (program.actions or {}).values() for cell in row)
     reason = obstacle(program.schedule, cells, program.recompute, program.offload)
     if reason is not None:

@@ -21,6 +21,10 @@ SPLITS_BACKWARD = torch.__version__ >= "2.13"
 is not used, and torch 2.11 gave wrong gradients behind operators of several results."""
 
 
+COMPILES_COLLECTIVES = torch.__version__ >= "2.13"
+"""Whether ``torch.compile`` keeps all collectives of a graph: torch 2.11 leaves some out, and its numbers are wrong."""
+
+
 class _OldBoundaries(_PipelineStage):
     """Lets some of the tensors that a stage receives and sends have no gradient: those whose examples have none.
 

@@ -24,6 +24,7 @@ from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weight
 from graphpar.runtime.compiled import SPLIT, check_compiles
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 from graphpar.schedules.registry import SCHEDULES
 from graphpar.verification.tolerances import PRECISIONS
 from tests.end_to_end import compiled_fixture
@@ -61,6 +62,9 @@ def compared(
     double: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """What :mod:`compiled_fixture` says of examples' programs, in float64 if ``double``, on each of their meshes."""
+    if not COMPILES_COLLECTIVES:
+        left = {name: [mesh for mesh in meshes if mesh not in ("tp", "cp", "ep")] for name, meshes in cases.items()}
+        cases = {name: meshes for name, meshes in left.items() if meshes}
     for name, meshes in cases.items():
         file, folder = in_double(example_file(name)) if double else example_file(name), tmp_path / name
         program = export_file(file, None, None) if double else example(name)
@@ -205,6 +209,19 @@ def test_what_cant_be_compiled_is_refused(tmp_path: Path) -> None:
     manifest = load_manifest(gp.partition(program, gp.plan(program)).save(tmp_path / "one"))
     with pytest.raises(RuntimeProgramError, match=r"no backend 'induct'; there are .*inductor"):
         check_compiles(manifest, "induct", cpu)
+
+
+def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = load_manifest(
+        gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"tp": 2})).save(tmp_path / "tp")
+    )
+    monkeypatch.setattr("graphpar.runtime.compiled.COMPILES_COLLECTIVES", False)
+    with pytest.raises(
+        RuntimeProgramError, match=r"loses collectives in blocks that it compiles; take torch 2\.13 or later"
+    ):
+        check_compiles(manifest, "inductor", torch.device("cpu"))
 
 
 def test_the_search_takes_a_plan_that_can_be_compiled() -> None:
