@@ -245,3 +245,72 @@ def test_each_value_of_a_rank_has_the_shape_that_its_types_say() -> None:
             assert list(node.meta["val"].shape) == expected, (node, node.meta["types"])
             shapes.add(tuple(map(str, expected[1:])))
     assert {("3", "16"), ("3", "8")} <= shapes
+
+
+class Rows(nn.Module):
+    """Examples without a sequence: [batch, features]."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 32), norm, nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+@functools.cache
+def _rows(coupled: bool = False) -> gp.Program:
+    norm = nn.BatchNorm1d(32) if coupled else nn.LayerNorm(32)
+    return gp.export(Rows(norm), (torch.randn(8, 16),), loss_fn=lambda found: found.square().mean())
+
+
+@pytest.mark.parametrize(
+    ("pin", "asked", "reason"),
+    [
+        ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
+        ({"up.weight": "R@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
+        ({"up": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is whole on the 2 ranks of dp_shard"),
+        ({"up.weight": "S(0)@dp_replicate"}, {"mesh": {"dp_replicate": 2}}, "the 2 ranks of dp_replicate compute with it"),
+        ({"norm": {"inputs": ["S(1)@dp_shard"]}}, {"mesh": {"dp_shard": 2}}, "rows of their own"),
+        ({"norm": "sequence"}, {"mesh": {"tp": 2}}, r"whose 2 dims .* have no sequence"),
+        ({}, {"mesh": {"cp": 2}}, r"no matrix product of Rows has one; its inputs are x \[8, 16\]"),
+    ],
+)  # fmt: skip
+def test_a_pin_that_can_not_be_is_refused(pin: dict[str, object], asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(GraphparError, match=reason):
+        gp.plan(_rows(), shard_plan=pin, **asked)
+
+
+@pytest.mark.parametrize(
+    ("pin", "asked"),
+    [
+        ({"up.weight": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}}),
+        ({"up.weight": "R@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}),
+        ({"up.weight": "R@dp_replicate"}, {"mesh": {"dp_replicate": 2}}),
+        ({"up.weight": "S(1)@tp"}, {"mesh": {"tp": 2}}),
+        ({"up.weight": "R@tp"}, {"mesh": {"tp": 2}}),
+    ],
+)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_pin_that_can_be_is_in_the_plan(pin: dict[str, str], asked: dict[str, Any], coupled: bool) -> None:
+    plan = gp.plan(_rows(coupled), shard_plan=pin, **asked)
+
+    ((name, text),) = pin.items()
+    kind, _, axis = text.partition("@")
+    assert plan.parameters().get(name, {}).get(axis, "R") == kind  # what is not listed is R on replicas
+
+
+def test_a_degree_that_does_not_divide_the_sequence_is_refused() -> None:
+    class Tokens(Rows):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x)).cumsum(1))
+
+    def planned(length: int) -> gp.Plan:
+        model = Tokens(nn.LayerNorm(32))
+        return gp.plan(
+            gp.export(model, (torch.randn(4, length, 16),), loss_fn=lambda found: found.sum()), mesh={"cp": 4}
+        )
+
+    with pytest.raises(GraphparError, match="cp=4 divides sequences, but not the 10 rows of an example"):
+        planned(10)
+    assert planned(8).mesh.cp == 4
