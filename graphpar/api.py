@@ -77,7 +77,8 @@ def export(
             with neither, the program is for inference.
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
-        mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
+        mode: "train" or "infer"; sets the modules' mode by the model's ``train`` and ``eval``. By default "train" where there is a loss;
+            a model without one stays as it is built.
         evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode. Without it ``eval`` is
             refused for all models but those of torch's own modules.
         dtype: "fp32", "bf16", "fp16" or "auto": in which the model computes. With 16 bits, parameters, gradients and optimizer state

@@ -51,9 +51,21 @@ class Case:
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
 
+class Still(nn.Sequential):
+    """Modules that stay in evaluation mode."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Still:
+        """Stay as they are."""
+        return super().train(False)
+
+
 def eager(case: Case) -> Result:
     """The case's own model on the whole batch."""
-    model = copy.deepcopy(case.model)
+    model = copy.deepcopy(case.model).train()
     leaves, spec = tree_flatten((tuple(case.args), dict(case.kwargs), tuple(case.targets)))
     args, kwargs, targets = tree_unflatten(
         [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec

@@ -58,7 +58,7 @@ from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
 from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
-from graphpar.runtime.modes import GENERATE, INFER, MODES
+from graphpar.runtime.modes import GENERATE, INFER, MODES, TRAIN
 from graphpar.runtime.torch_versions import lines_kept
 
 
@@ -85,22 +85,24 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
 
 def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | None]) -> Program:
     request = make_request(source, *built, batch_dims)
-    program = _with_own_loss(request)
+    program = _in_right_mode(request)
     check_memory(program, request.model)
     check_same(tuple(request.assigned), program, functools.partial(_trace, request))
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
-    program.source = replace(source, precision=source.precision.resolved(program.mode))
+    trains_in = TRAIN if program.mode == TRAIN else source.mode
+    program.source = replace(source, precision=source.precision.resolved(program.mode), mode=trains_in)
     program = with_adapters(program, request.model)
     program.pretrained = pretrained_of(request.model)
     if source.mode == INFER and (reason := always_on(program.graph)) is not None:
         raise GraphparError(f"{program.name} can't be compiled for inference: {reason}.")
     if program.mode == GENERATE:
         program.generation = token_choice(request.model)
-    if program.mode == "train":
+    if program.mode == TRAIN:
         check_backward_hooks(request.model)
-    if program.mode == "train" and may_differ(request.model):
+        program = program.warn(*_modes(request))
+    if program.mode == TRAIN and may_differ(request.model):
         program.no_eval = _no_eval(request, program) if source.evaluates else NOT_COMPARED
     return program
 
@@ -116,6 +118,42 @@ def _no_eval(request: Request, program: Program) -> str | None:
     except Exception as error:
         return f"the program can't evaluate: the model can't be traced in evaluation mode: {_first_line(error)}"
     return difference(program.graph, other.graph)
+
+
+def _in_right_mode(request: Request) -> Program:
+    """Trace what trains as its ``train()`` leaves it, and what is for inference as it was built, unless a mode was asked for."""
+    if request.module_mode is None and (request.loss_fn is not None or not _changes(request.model)):
+        request.module_mode = TRAIN
+    program = _with_own_loss(request)
+    if request.module_mode is None and program.mode == TRAIN:
+        request.module_mode = TRAIN
+        program = _with_own_loss(request)
+    return program
+
+
+def _changes(model: nn.Module) -> bool:
+    """Whether ``model.train()`` changes the mode of a module."""
+    before = [module.training for module in model.modules()]
+    with attributes_kept(model.modules()):
+        model.train()
+        return before != [module.training for module in model.modules()]
+
+
+def _modes(request: Request) -> Iterator[str]:
+    """Warn of modules that are in evaluation mode while the model trains, and of those that were built so."""
+    built = _outermost_still(request.model) if request.model.training else {}
+    if request.still:
+        yield f"The model's train() leaves {_listed(request.still)} in evaluation mode, and so does the program while it trains."
+    if woken := {name: kind for name, kind in built.items() if name not in request.still}:
+        yield (
+            f"{_listed(woken)} was built in evaluation mode, and model.train() ends that, which a program that trains calls; give "
+            "the model a train() that leaves it so, where that is meant."
+        )
+
+
+def _listed(modules: Mapping[str, str]) -> str:
+    names = [f"{name} ({kind})" for name, kind in modules.items()]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _with_own_loss(request: Request) -> Program:
@@ -304,7 +342,6 @@ def _exported(
             shape[dim] = trace_size
         example.append(_example(leaf, shape, request.mode))
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
-    _check_averages(request)
     training = [module.training for module in traced.modules()]
     regions = Regions(request.model, request.training)
     with (
@@ -318,6 +355,7 @@ def _exported(
         masks_as_given(),
     ):
         warnings.simplefilter("ignore")
+        _check_averages(request.model)
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
         )
@@ -341,8 +379,16 @@ def _in_mode(request: Request, mode: str | None) -> Iterator[None]:
     """Set the modules to ``mode``, if any, while they are traced; then restore all their attributes."""
     with attributes_kept(request.model.modules()):
         if mode is not None:
-            request.model.train(mode == "train")
+            request.model.train(mode == TRAIN)
+        if mode == TRAIN:
+            request.still = _outermost_still(request.model)
         yield
+
+
+def _outermost_still(model: nn.Module) -> dict[str, str]:
+    """Return modules in evaluation mode that are in no other such module, each with its class."""
+    still = {name: type(module).__name__ for name, module in model.named_modules() if not module.training}
+    return {name: kind for name, kind in still.items() if name and name.rpartition(".")[0] not in still}
 
 
 @contextlib.contextmanager
@@ -367,20 +413,19 @@ def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
         buffer.copy_(assigned.detach())
 
 
-def _check_averages(request: Request) -> None:
+def _check_averages(model: nn.Module) -> None:
     """Refuse cumulative averages: they weigh each batch by a number read from a buffer, which a trace would fix."""
-    for name, module in request.model.named_modules():
+    for name, module in model.named_modules():
         averages = (
             isinstance(module, nn.modules.batchnorm._NormBase)
             and module.track_running_stats
             and module.momentum is None
         )
-        training = module.training if request.module_mode is None else request.module_mode == "train"
-        if averages and training:
+        if averages and module.training:
             raise GraphparError(
                 f"{type(module).__name__} {name!r} has momentum=None: its running statistics are averages over all steps so far, weighted "
                 "by a number that is read from a buffer in each step, which a trace can't follow. Give it a momentum (0.1 is torch's "
-                "default), or put it in evaluation mode and export with mode=None."
+                "default), or keep it in evaluation mode in the train() of the model."
             )
 
 

@@ -41,6 +41,9 @@ class Request:
     training: bool  # whether the loss is traced, too
     precision: Precision = dataclasses.field(default_factory=Precision)
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
+    still: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # modules that train() leaves in evaluation mode; filled by the trace
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
     scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace

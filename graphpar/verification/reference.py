@@ -257,8 +257,8 @@ def _run(setting: _Setting, batches: list[dict[str, Tensor]], double: bool = Fal
 
 
 def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor]], double: bool) -> Reference:
-    if setting.source.mode is not None:
-        model.train(setting.source.mode == "train")
+    if setting.plan.mode == TRAIN or setting.source.mode is not None:
+        model.train(setting.plan.mode == TRAIN)
     again = partial(_run, setting, batches, True)
     precision = setting.plan.precision
     if double:

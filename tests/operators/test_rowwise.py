@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
-from tests.equality import Case, assert_exact, assert_same, eager, near, refusal, run
+from tests.equality import Case, Still, assert_exact, assert_same, eager, near, refusal, run
 from tests.passes.normalize.test_batch_and_loss import XS, Applied, X
 from tests.samples import drawn
 
@@ -129,7 +129,8 @@ def test_cumulative_averages_are_refused_by_module() -> None:
 
     with pytest.raises(gp.GraphparError, match="BatchNorm1d '1' has momentum=None"):
         gp.export(model, (X,), loss_fn=lambda o: o.mean())
-    assert not refusal(gp.export(model.eval(), (X,), loss_fn=lambda o: o.mean()))
+    still = nn.Sequential(model[0], Still(model[1]))
+    assert not refusal(gp.export(still, (X,), loss_fn=lambda o: o.mean()))
 
 
 @pytest.mark.parametrize(
