@@ -60,6 +60,7 @@ from graphpar.passes.sharding.exchange import check_shares, exchange_over, excha
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
+from graphpar.passes.sharding.sequences import check_sequences
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
@@ -285,6 +286,7 @@ def solve(
     }
     given = SearchConstraints(types, pin_nodes(problem.program, pins, points))
     solution = search(problem, workload, costs, given)
+    check_sequences(solution, given)
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
     ]

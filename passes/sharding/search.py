@@ -66,7 +66,7 @@ def search(
     return _Search(problem, workload, costs or ShardingCosts(), pins or SearchConstraints()).solve()
 
 
-def _views_of_weights(problem: Problem) -> set[fx.Node]:
+def views_of_weights(problem: Problem) -> set[fx.Node]:
     """Return parameters, their views, such as ``weight.T``, and their casts, such as ``weight.bfloat16()``."""
     found: set[fx.Node] = set()
     for operator in problem.operators:
@@ -94,7 +94,7 @@ class _Search:
         self.options: dict[Operator, list[int]] = {}
         self._given: dict[tuple[Operator, int], list[int]] = {}
         self._taken: dict[Edge, list[int]] = {}
-        self.weights = _views_of_weights(problem)
+        self.weights = views_of_weights(problem)
         self.parameters = max(1, problem.program.parameter_count())
         self.experts = find_experts((operator.node for operator in problem.operators), problem.program.blocks)
         self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
@@ -119,7 +119,6 @@ class _Search:
                 solution = self._solve(strict=False)
             except _Infeasible:
                 raise self._refused() from None
-        self._check_sequences(solution)
         solution.parts = priced(solution, self.prices)
         solution.seconds = sum(solution.parts.values())
         return solution
@@ -142,38 +141,6 @@ class _Search:
             best = max(allowed, key=lambda i, o=operator: (found.values[self.column[o, i]], -i))  # type: ignore[misc]
             choices[operator] = operator.choices[best]
         return Solution(self.problem, choices, 0.0, found.gap)
-
-    def _check_sequences(self, solution: Solution) -> None:
-        """Check that axes of sequences divide these, and not the features of products whose rows can't be divided.
-
-        Raises:
-            GraphparError: one does not, as where its degree does not divide the sequence.
-        """
-        products = [o for o in self.options if record_of(o.node).multiplies and not self.weights.isdisjoint(o.operands)]
-        for place, axis in enumerate(self.problem.axes):
-            degree, name = self.problem.degrees[axis], self.problem.program.name
-            pinned = any(axis in spec for spec in self.pins.parameters.values())
-            if AXIS[axis].divides is not Divides.SEQUENCE or pinned or not products:
-                continue
-            others = [o for o in products if not self._divides_rows(solution.choices[o], o, place)]
-            for product in others:
-                rows = [node for node in product.operands if node not in self.weights][:1]
-                lengths = [size for node in rows for size in value_of(node).shape[1:-1] if isinstance(size, int)]
-                if operator_name(product.node) == "linear" and any(length % degree for length in lengths):
-                    raise GraphparError(
-                        f"Mesh {axis}={degree} divides sequences, but not the {' x '.join(map(str, lengths))} rows of an example that "
-                        f"{module_path(product.node) or name} takes; take a degree that does, pad the sequence, or leave it out."
-                    )
-            if len(others) == len(products):
-                shapes = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in self.problem.program.inputs)
-                raise GraphparError(
-                    f"Mesh {axis}={degree} divides sequences, but no matrix product of {name} has one; its inputs are {shapes}. Leave it "
-                    "out."
-                )
-
-    def _divides_rows(self, choice: Choice, product: Operator, place: int) -> bool:
-        weights = [types[place] for node, types in zip(product.operands, choice.operands) if node in self.weights]
-        return choice.divided[place] and not any(isinstance(kind, Shard) for kind in weights)
 
     # ---- choices that are left ----
 
