@@ -2,15 +2,17 @@
 
 self.count += 1; return x * self.count      what the forward assigns and reads: seen in a second trace, which begins with it
 self.scale = self.scale * 2                 a tensor that the forward assigns and reads
-self.past[0] = x                            an element of a list or dict, likewise
+self.past[0] = x                            an element of a list or dict, or an attribute of an object, likewise
 register_buffer("first", self.all[:4])      two buffers in one memory, of which one is written
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Assigned:
-    """An attribute of a module that a trace assigned; ``key``: its element, where it is a list or a dict that stayed."""
+    """An attribute of a module that a trace assigned; ``key``: its element, where it is a list, a dict or an object that stayed."""
 
     module: nn.Module
     name: str
@@ -49,9 +51,9 @@ class Assigned:
 
 @contextlib.contextmanager
 def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
-    """Write to ``into`` which attributes of modules the block assigns, and which elements of lists and dicts in them.
+    """Write to ``into`` which attributes of modules the block assigns, and which elements of lists, dicts and objects in them.
 
-    Elements are put back at its end; attributes are by torch.export.
+    Elements are put back at its end, where they changed; attributes are by :func:`attributes_kept`.
     """
     before = [
         (module, {name: (value, _elements(value)) for name, value in _own(module).items()})
@@ -67,8 +69,9 @@ def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
                 value, elements = attributes.get(name, (_MISSING, None))
                 now = after.get(name, _MISSING)
                 if elements is not None and now is value:
-                    into += [Assigned(module, name, *change) for change in _changes(elements, _elements(value) or {})]
-                    _put(value, elements)
+                    if changes := _changes(elements, _elements(value) or {}):
+                        into += [Assigned(module, name, *change) for change in changes]
+                        _put(value, elements)
                 elif not _same(value, now):
                     into.append(Assigned(module, name, value, now))
 
@@ -76,33 +79,72 @@ def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules have their attributes of now again after the block."""
-    before = {id(module): (module, dict(vars(module))) for module in modules}
+    before = {id(module): (module, dict(vars(module)), _slots(module)) for module in modules}
     try:
         yield
     finally:
-        for module, attributes in before.values():
+        for module, attributes, slots in before.values():
             vars(module).clear()
             vars(module).update(attributes)
+            for name in _descriptors(module):
+                _assign(module, name, slots.get(name, _MISSING))
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH} | _slots(module)
+
+
+def _descriptors(module: nn.Module) -> dict[str, Any]:
+    """Return the slots of a module's classes: attributes that are not in its ``__dict__``."""
+    return {
+        name: found
+        for kind in type(module).__mro__
+        for name, found in vars(kind).items()
+        if isinstance(found, MemberDescriptorType)
+    }
+
+
+def _slots(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(module, name) for name, found in _descriptors(module).items() if hasattr(module, name)}
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute as it is, or take it away."""
+    descriptor = _descriptors(module).get(name)
+    if descriptor is None:
+        _replace(vars(module), name, value)
+    elif value is not _MISSING:
+        descriptor.__set__(module, value)
+    elif hasattr(module, name):
+        descriptor.__delete__(module)
 
 
 def _elements(value: Any) -> dict[Any, Any] | None:
-    """Return what a list or a dict holds; None of other values."""
+    """Return what a list, a dict or an object of the user's class holds; None of other values."""
     if isinstance(value, list):
-        return dict(enumerate(value))
-    return dict(value) if isinstance(value, dict) else None
+        return dict(enumerate(list.__iter__(value)))
+    if isinstance(value, dict):
+        return dict(_base(value).items(value))
+    held = getattr(value, "__dict__", None)
+    plain = not isinstance(value, type | FunctionType | ModuleType | nn.Module | Tensor | torch.Generator)
+    return dict(held) if plain and type(held) is dict else None
+
+
+def _base(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class whose methods do what those of a dict do, whatever ``value``'s own class forbids or does besides."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def _put(container: Any, elements: Mapping[Any, Any]) -> None:
-    """Let a list or a dict hold ``elements`` again."""
+    """Let a list, a dict or an object hold ``elements`` again."""
     if isinstance(container, list):
-        container[:] = elements.values()
-    else:
-        container.clear()
-        container.update(elements)
+        list.__setitem__(container, slice(None), elements.values())
+        return
+    held = container if isinstance(container, dict) else vars(container)
+    base = _base(held)
+    base.clear(held)
+    for key, value in elements.items():
+        base.__setitem__(held, key, value)
 
 
 def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[Any, Any, Any]]:
@@ -135,17 +177,18 @@ def check_tensors(changed: Sequence[Assigned], constants: Mapping[str, Any]) -> 
 @contextlib.contextmanager
 def _a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
     """Set attributes and elements to what the forward left in them, with other tensors in the place of those of the trace."""
-    containers = [vars(each.module)[each.name] for each in changed if each.key is not _MISSING]
+    containers = [_own(each.module)[each.name] for each in changed if each.key is not _MISSING]
     held = [(container, _elements(container) or {}) for container in containers]
     with attributes_kept(each.module for each in changed):
         for each in changed:
-            own = vars(each.module)
+            after = tree_map(_stand_in, each.after)
             if each.key is _MISSING:
-                _replace(own, each.name, each.after)
+                _assign(each.module, each.name, after)
             else:
-                elements = _elements(own[each.name]) or {}
-                _replace(elements, each.key, each.after)
-                _put(own[each.name], elements)
+                container = _own(each.module)[each.name]
+                elements = _elements(container) or {}
+                _replace(elements, each.key, after)
+                _put(container, elements)
         try:
             yield
         finally:
@@ -157,7 +200,7 @@ def _replace(values: dict[Any, Any], key: Any, value: Any) -> None:
     if value is _MISSING:
         values.pop(key, None)
     else:
-        values[key] = tree_map(_stand_in, value)
+        values[key] = value
 
 
 def _stand_in(value: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,36 @@ from torch import Tensor, nn
 import graphpar as gp
 
 
-class _Keeps(nn.Module):
+class _State:
+    """Keeps a number in its ``__dict__``."""
+
+    def __init__(self) -> None:
+        self.steps = 1
+
+
+class _Frozen(OrderedDict[str, Any]):
+    """Can't be changed once it is made, as the configurations of some libraries."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.frozen = True
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if hasattr(self, "frozen"):
+            raise TypeError("it is frozen")
+        super().__setitem__(key, value)
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("it is frozen")
+
+    __delitem__ = setdefault = pop = update = clear = _refused  # type: ignore[assignment]
+
+
+class _Slotted(nn.Module):
+    __slots__ = ("slot",)
+
+
+class _Keeps(_Slotted):
     """``keep(self)`` in the forward returns a number or tensor that the result is multiplied by."""
 
     def __init__(self, keep: Callable[[_Keeps], Tensor | float]) -> None:
@@ -21,6 +53,8 @@ class _Keeps(nn.Module):
         self.seen: Tensor | None = torch.zeros(())
         self.past: Tensor | None = None
         self.by_name: dict[str, Tensor] = {}
+        self.state, self.slot = _State(), 1
+        self.frozen, self.view = _Frozen(factor=2.0), MappingProxyType({"factor": 2.0})
         self.register_buffer("all", torch.ones(8))
         self.register_buffer("some", torch.ones(8))
         self.register_buffer("first", self.all[:4])
@@ -32,6 +66,27 @@ class _Keeps(nn.Module):
 def _counted(model: _Keeps) -> float:
     model.count += 1
     return float(model.count)
+
+
+def _counted_in_an_object(model: _Keeps) -> float:
+    model.state.steps += 1
+    return float(model.state.steps)
+
+
+def _counted_in_a_slot(model: _Keeps) -> float:
+    model.slot += 1
+    return float(model.slot)
+
+
+def _counted_in_a_frozen_dict(model: _Keeps) -> float:
+    OrderedDict.__setitem__(model.frozen, "factor", model.frozen["factor"] + 1)
+    return float(model.frozen["factor"])
+
+
+def _counted_unread(model: _Keeps) -> float:
+    model.state.steps, model.slot = model.state.steps + 1, model.slot + 1
+    OrderedDict.__setitem__(model.frozen, "unread", 1)
+    return float(model.frozen["factor"] * model.view["factor"])
 
 
 def _switched(model: _Keeps) -> float:
@@ -92,6 +147,9 @@ def _one_memory_by_the_other(model: _Keeps) -> Tensor:
 
 REFUSED: dict[Callable[[_Keeps], Tensor | float], str] = {
     _counted: r"assigns its attribute 'count' of _Keeps in the forward \(1 becomes 2\).*register_buffer",
+    _counted_in_an_object: r"assigns its attribute \"state\['steps'\]\" of _Keeps in the forward \(1 becomes 2\)",
+    _counted_in_a_slot: r"assigns its attribute 'slot' of _Keeps in the forward \(1 becomes 2\)",
+    _counted_in_a_frozen_dict: r"assigns its attribute \"frozen\['factor'\]\" of _Keeps in the forward \(2.0 becomes 3.0\)",
     _switched: r"assigns its attribute 'on' of _Keeps in the forward",
     _assigned: r"assigns its attribute 'plain' of _Keeps in the forward, and computes with it",
     _written: r"writes the tensor 'plain' in place.*which is no buffer",
@@ -133,8 +191,9 @@ def _collected(model: _Keeps) -> float:
     return 2.0
 
 
-@pytest.mark.parametrize("keep", [_counted_alone, _shown, _other_buffer, _collected])
+@pytest.mark.parametrize("keep", [_counted_unread, _counted_alone, _shown, _other_buffer, _collected])
 def test_what_nothing_is_computed_with_may_change(keep: Callable[[_Keeps], Tensor | float]) -> None:
     model = _Keeps(keep)
     gp.export(model, (torch.randn(4, 8),))
     assert (model.count, len(model.several), model.by_name, model.past) == (1, 1, {}, None)
+    assert (model.state.steps, model.slot, dict(model.frozen)) == (1, 1, {"factor": 2.0})
