@@ -147,6 +147,7 @@ EMBEDDINGS: list[tuple[Made, ...]] = [
     (lambda x, i, v: x.index_put((i,), v, accumulate=True), real(8, 4), whole(8, 6), real(4)),
     (lambda x, i, v: x.index_put((i,), v, accumulate=True), real(8, 4), whole(8, 6), real(1)),
     (lambda x, i, v: x.index_put((i,), v), real(8, 4), torch.randperm(8)[:6], real(6, 4)),
+    (lambda x, i, v: aten.index_put.default(x, [None, i, i], v), real(8, 4, 4), torch.arange(4), real(8, 4)),
     (lambda x, v: aten.slice_scatter(x, v, 1, 2, 4), real(4, 6), real(4, 2)),
     (lambda x, v: aten.select_scatter(x, v, 1, 2), real(4, 6, 8), real(4, 8)),
     (lambda i: F.one_hot(i, 6), whole(6, 4, 8)),
@@ -290,6 +291,7 @@ REDUCTIONS: list[tuple[Made, ...]] = [
 REDUCTIONS += [
     (lambda v, g: torch._weight_norm(v, g, 0), real(8, 6), real(8, 1)),
     (lambda v, g: torch._weight_norm(v, g, 1), real(8, 6, 2), real(1, 6, 1)),
+    (lambda v, g: torch._weight_norm(v, g, -1), real(8, 6), real()),
 ]
 SPATIAL: list[tuple[Made, ...]] = [
     (F.conv1d, real(2, 4, 10), real(6, 4, 3), real(6)),

@@ -262,7 +262,6 @@ def _interface(stages: int) -> dict[str, Any]:
         ],
         "outputs": [{"name": "loss", "shape": [], "dtype": "float32", "batch_dim": None}],
         "ties": [["wte.weight", "lm_head.weight"]],
-        "random": True,
     }
 
 

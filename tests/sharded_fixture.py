@@ -191,7 +191,6 @@ def emit(folder: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, microbatches: i
             "outputs": [{"name": "loss", "shape": [], "dtype": "float32", "batch_dim": None}],
             "shapes": {name: list(tensors[name].shape) for name in SHARDED} if tp > 1 else {},
             "ties": [["table.weight", "out.weight"]],
-            "random": False,
         },
     }
     (folder / "plan.json").write_text(json.dumps(plan))

@@ -359,7 +359,7 @@ def interface(
         **(_casts(program) if plan.zero < 2 and program.mode == "train" else {}),
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
-        "random": program.random_calls > 0,
+        **({"streams": [list(layout) for layout in program.stream_layouts]} if program.stream_layouts else {}),
         **({"no_eval": program.no_eval} if program.no_eval else {}),
         **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
         **({"pretrained": dict(program.pretrained)} if program.pretrained else {}),

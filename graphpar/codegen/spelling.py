@@ -22,7 +22,17 @@ from torch import Tensor, fx
 from graphpar.emitted import collectives
 from graphpar.ir.program import operator_name
 from graphpar.operators.functions import OPERATORS, FunctionOperator
-from graphpar.operators.spelling import WORDS, Expression, Printed, Spelling, call, called_on, given_arguments, literal
+from graphpar.operators.spelling import (
+    WORDS,
+    Expression,
+    Printed,
+    Spelling,
+    as_operator,
+    call,
+    called_on,
+    given_arguments,
+    literal,
+)
 from graphpar.operators.table import record_named
 
 
@@ -34,7 +44,7 @@ def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
         spelled = spelling(node, shown)
         if spelled is not None and _tells_all(node, shown, spelling, spelled):
             return spelled
-    return _as_operator(node, shown)
+    return as_operator(node, shown)
 
 
 SILENT = {"device", "layout", "pin_memory", "non_blocking", "cudnn_enable", "cudnn_enabled", "path"}
@@ -88,13 +98,7 @@ def _by_rule(node: fx.Node, shown: Printed, anchor: str) -> Expression:
             return call(path, *fitting)
     if node.args and isinstance(node.args[0], fx.Node) and callable(getattr(Tensor, name, None)):
         return called_on(arguments[0], name, texts[1:], options)
-    return _as_operator(node, shown)
-
-
-def _as_operator(node: fx.Node, shown: Printed) -> Expression:
-    """``torch.ops.aten.name.default(...)`` with all arguments."""
-    options = {key: shown(item).text for key, item in node.kwargs.items()}
-    return call(f"torch.ops.{node.target}", [shown(item).text for item in node.args], options)
+    return as_operator(node, shown)
 
 
 def _is_factory(node: fx.Node) -> bool:

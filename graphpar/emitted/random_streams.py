@@ -17,6 +17,8 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+BETWEEN_ROWS = 0x9E3779B1
+"""By how much the keys of two rows of one example differ."""
 
 
 def stream(keys: Tensor, number: int) -> Tensor:
@@ -99,27 +101,28 @@ def dropout_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     kernel: bool = False,
+    batch_dim: int = 0,
     training: bool = True,
     sharded: Sequence[ShardedDim] = (),
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``; by torch's own kernel if ``kernel``.
 
-    query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]
+    query [..., h, q, e], key [..., h, k, e] -> [..., h, q, e]; ``keys``: one for each index of the dim ``batch_dim``, before q
     """
     if kernel:
         seed = kernel_seed(keys, sharded)
         p = dropout_p if training else 0.0
         return kernel_attention(query, key, value, seed, attn_mask, p, is_causal, scale, enable_gqa)
     if enable_gqa:
-        key = key.repeat_interleave(query.size(1) // key.size(1), 1)
-        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
     if is_causal:
         rows = torch.arange(query.size(-2), device=query.device).unsqueeze(-1)
         scores = scores.masked_fill(torch.arange(key.size(-2), device=query.device) > rows, float("-inf"))
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout(scores.softmax(-1), dropout_p, keys, 0, training, sharded) @ value
+    return dropout(scores.softmax(-1), dropout_p, keys, batch_dim, training, sharded) @ value
 
 
 def kernel_seed(keys: Tensor, sharded: Sequence[ShardedDim] = ()) -> int:

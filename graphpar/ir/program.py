@@ -175,7 +175,8 @@ class Program:
         default_factory=dict
     )  # what transformers' from_pretrained needs besides weights
     generation: Mapping[str, Any] = field(default_factory=dict)  # how the model chooses tokens, unless a call says so
-    random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
+    stream_layouts: tuple[tuple[int, int, int], ...] = ()
+    """Of each dropout, in execution order, the dim that has the batch, and how many rows are before and behind each example in it."""
     dropout: str = "exact"  # how attention draws its dropout, of runtime.axes.DROPOUTS
     other_dropout: tuple[Program, Program] | None = field(default=None, compare=False, repr=False)
     """This program, and the same with another ``dropout``, once that was asked for."""
@@ -186,6 +187,11 @@ class Program:
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """Return this program with another graph (and other fields as given)."""
         return replace(self, graph=graph, **changes)
+
+    @property
+    def random_calls(self) -> int:
+        """The number of dropouts; each has its own random stream."""
+        return len(self.stream_layouts)
 
     def warn(self, *lines: str) -> Program:
         """Return this program with more warnings, each once."""

@@ -205,7 +205,7 @@ RECORDS: dict[str, Record] = {
     "scatter_reduce": replace(_SCATTER, saves=Reads.OPERANDS),
     **each("index_add index_copy index_reduce", replace(_INDEX_ADD, saves=Reads.OPERANDS)),
     "index_fill": _INDEX_ADD,
-    "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
+    "index_put": Record(Kind.INDEX, placements=index_put, spelling=(write.put,)),
     "histc": Record(Kind.INDEX, unsharded, spelling=write.METHOD),
     **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),
     **each("masked_select take put", replace(_UNSHARDED, saves=Reads.OPERANDS)),

@@ -120,11 +120,9 @@ def similarity(node: fx.Node) -> Rule:
 
 
 def weight_norm(node: fx.Node) -> Rule:
-    """v, and g of size 1 on all dims but ``dim``: each slice along ``dim`` is normalised by itself."""
-    rank = value_of(node).ndim
-    dim = int(literal(node, "dim")) % rank
-    labels = labelled(rank)
-    sizes = tuple(labels[i] if i == dim else "1" for i in range(rank))
+    """v, and g of size 1 on all dims but ``dim``: each slice along ``dim`` is normalised by itself, for -1 the whole."""
+    labels, dim = labelled(value_of(node).ndim), int(literal(node, "dim", default=0))
+    sizes = tuple(labels[i] if i == dim else "1" for i in range(value_of(operands_of(node)[1]).ndim))
     return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))
 
 

@@ -178,11 +178,11 @@ def _output_size(call: _Call, pieces: int) -> None:
 
 def _positions(call: _Call, specs: CallSpecs) -> None:
     """Tell a random operator which shard it has: an element's random number depends on its place in the whole tensor."""
-    batch_dim: int | None = 0
+    batch_dim: int | None = call.kwargs.get("batch_dim", 0)
     if call.node.kwargs.get("kernel"):
         batch_dim = None  # its seed differs from shard to shard, whatever the dim
-    elif call.node.target is not random_streams.dropout_attention:
-        batch_dim = call.args[3] if len(call.args) > 3 else call.kwargs.get("batch_dim", 0)
+    elif call.node.target is not random_streams.dropout_attention and len(call.args) > 3:
+        batch_dim = call.args[3]
     found = tuple(
         (kind.dim, axis, kind.parts)
         for axis, kind in zip(specs.degrees, specs.operands[0])

@@ -218,6 +218,18 @@ def indexed(node: fx.Node, shown: Printed) -> Expression | None:
     return Expression(f"{shown(source).at(ATOM)}[{', '.join(parts)}]")
 
 
+def put(node: fx.Node, shown: Printed) -> Expression | None:
+    """``x.index_put((i, j), values)``; a dim that is left out is None, which only the operator itself takes."""
+    indices = node.args[1]
+    assert isinstance(indices, list | tuple)
+    return as_operator(node, shown) if None in indices else method(node, shown)
+
+
+def as_operator(node: fx.Node, shown: Printed) -> Expression:
+    """``torch.ops.aten.name.default(...)`` with all arguments."""
+    return call(f"torch.ops.{node.target}", [shown(item).text for item in node.args], _options(node, shown))
+
+
 def item(node: fx.Node, shown: Printed) -> Expression | None:
     """``x[0]``"""
     return Expression(f"{shown(node.args[0]).at(ATOM)}[{shown(node.args[1]).text}]")

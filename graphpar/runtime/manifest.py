@@ -141,6 +141,8 @@ class Manifest:
     """What lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`."""
     dp_mean: bool = False
     """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
+    streams: tuple[tuple[int, ...], ...] = ()
+    """Of each dropout, in execution order, the dim that has the batch, and how many rows are before and behind each example in it."""
     dropout: str = DROPOUTS[0]
     """How attention draws its dropout, of :data:`~graphpar.runtime.axes.DROPOUTS`."""
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -278,6 +280,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         offload=plan.strings("offload"),
         dp_mean=plan.optional("dp_mean", bool, False),
         dropout=plan.optional("dropout", str, DROPOUTS[0]),
+        streams=interface.lists("streams", int) if interface.has("streams") else (),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
         recompute=plan.optional("recompute", (str, dict), "none"),

@@ -133,6 +133,7 @@ class _Setting:
     microbatched: bool
     leaves: list[Any]
     spec: TreeSpec
+    layouts: Sequence[Sequence[int]] = ()  # of dropouts, as of :class:`Substituted`
     shown: torch.dtype | None = None  # in float64: the dtype that the model itself has
     stepping: Stepping | None = None
     forward: Callable[..., Any] | None = (
@@ -169,10 +170,9 @@ class _Setting:
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         rows = self.plan.global_batch // self.parts
         keys = sample_keys(SEED, step, self.plan.global_batch)[part * rows :][:rows] if random else None
-        dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        substituted = Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims, self.plan.dropout != KERNEL)
+        substituted = Substituted(keys, self.layouts, pieces, self.plan.mesh.replicas, self.plan.dropout != KERNEL)
         with wide, own_regions(substituted), substituted:
             yield substituted
 
@@ -185,6 +185,7 @@ def run_reference(
     *,
     microbatched: bool = False,
     counted: Collection[str] = (),
+    layouts: Sequence[Sequence[int]] = (),
     forward: Callable[..., Any] | None = None,
     stepping: Stepping | None = None,
 ) -> Reference:
@@ -193,13 +194,14 @@ def run_reference(
     Args:
         microbatched: BatchNorm takes the statistics of each microbatch (what ``allow_batch_coupling`` accepts).
         counted: names of the inputs that the loss denominators depend on.
+        layouts: where each dropout of the program has the batch, in the order of their calls.
         forward: called with the model and a batch by name, for the loss (or the outputs of inference), in place of the model and
             its loss function.
         stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
     setting = _Setting(
-        source, plan, tuple(inputs), steps, microbatched, leaves, spec, stepping=stepping, forward=forward
+        source, plan, tuple(inputs), steps, microbatched, leaves, spec, layouts, stepping=stepping, forward=forward
     )
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]

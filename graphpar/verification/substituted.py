@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from graphpar.emitted import random_streams
+from graphpar.errors import GraphparError
+from graphpar.text import plural
 
-_plain_attention = F.scaled_dot_product_attention
+_plain_attention, _plain_dropout = F.scaled_dot_product_attention, F.dropout
+_DROPS: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((F.dropout, torch.dropout), random_streams.dropout),
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout), random_streams.channel_dropout),
+}
+_ALONE: dict[Any, int] = {F.dropout1d: 2, F.dropout3d: 4}
+"""How many dims one example has, of the functions that take one alone."""
 
 
 class Substituted(TorchFunctionMode):
     """Replaces dropout and BatchNorm calls of the eager model, in execution order.
 
     Attributes:
+        layouts: of each dropout, the dim that has the batch, and how many rows are before and behind each example in it.
         attention_drops: whether attention has dropout; where kernels draw it, it is off on both sides.
         dtypes: of the differentiable values that the model computes; under autocast not those of its parameters.
         used: the ids of parameters, in the order of their first use.
@@ -34,15 +43,13 @@ class Substituted(TorchFunctionMode):
     def __init__(
         self,
         keys: Tensor | None,
+        layouts: Sequence[Sequence[int]],
         microbatches: int,
         replicas: int,
-        batch: int,
-        batch_dims: set[int],
         attention_drops: bool = True,
     ) -> None:
         super().__init__()
-        self.keys, self.microbatches, self.replicas = keys, microbatches, replicas
-        self.batch, self.batch_dims = batch, batch_dims
+        self.keys, self.layouts, self.microbatches, self.replicas = keys, layouts, microbatches, replicas
         self.attention_drops = attention_drops
         self.calls = 0
         self.dtypes: set[torch.dtype] = set()
@@ -71,12 +78,8 @@ class Substituted(TorchFunctionMode):
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.keys is not None:
-            if func is F.dropout:
-                return self._dropout(*args, **kwargs)
-            if func in (F.dropout1d, F.dropout2d, F.dropout3d):
-                return self._dropout(*args, **kwargs, drop=random_streams.channel_dropout)
-            if func is torch.dropout:
-                return self._dropout(args[0], args[1], args[2])
+            if func in _DROPS:
+                return self._dropout(*args, **kwargs, drop=_DROPS[func], plain=func)
             if func is F.scaled_dot_product_attention:
                 return self._attention(*args, **kwargs)
             if func is F.multi_head_attention_forward:
@@ -96,10 +99,20 @@ class Substituted(TorchFunctionMode):
         finally:
             F.dropout, F.scaled_dot_product_attention = before
 
-    def _stream(self) -> Tensor:
+    def _stream(self) -> tuple[Tensor, int]:
+        """Return the keys of the next dropout, one a row, and the dim that has the rows."""
         assert self.keys is not None
+        if self.calls == len(self.layouts):
+            raise GraphparError(
+                f"The model draws dropout more than {plural(self.calls, 'time')} a step, the program does not: compile it again."
+            )
+        dim, outer, inner = self.layouts[self.calls]
+        keys = random_streams.stream(self.keys, self.calls)
         self.calls += 1
-        return random_streams.stream(self.keys, self.calls - 1)
+        for count, at, step in ((inner, -1, 1), (outer, 0, inner)):
+            steps = torch.arange(1, count + 1) * (step * random_streams.BETWEEN_ROWS)
+            keys = (keys.unsqueeze(at) + steps.unsqueeze(-1 - at)).flatten() if count > 1 else keys
+        return keys, dim
 
     def _dropout(
         self,
@@ -109,22 +122,16 @@ class Substituted(TorchFunctionMode):
         inplace: bool = False,
         *,
         drop: Callable[..., Tensor] = random_streams.dropout,
+        plain: Callable[..., Tensor] = _plain_dropout,
     ) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        dim = self._batch_dim(input)
-        keys = self._stream()
-        if input.shape[dim] != self.batch:  # the batch and something inner in one dim
-            keys = keys.repeat_interleave(input.shape[dim] // self.batch)
+        if not training or p in (0.0, 1.0):
+            return plain(input, p, training)
+        if input.ndim == _ALONE.get(plain):  # without a batch, as torch takes it
+            return self._dropout(input.unsqueeze(0), p, drop=drop).squeeze(0)
+        keys, dim = self._stream()
         result = drop(input, p, keys, dim)
-        return input.copy_(result) if inplace and not input.requires_grad else result
-
-    def _batch_dim(self, value: Tensor) -> int:
-        """Return the dim of ``value`` that holds the batch: of the model's batch size, or a multiple of it."""
-        exact = [dim for dim, size in enumerate(value.shape) if size == self.batch]
-        usual = [dim for dim in exact if dim in self.batch_dims]
-        multiples = [dim for dim, size in enumerate(value.shape) if size % self.batch == 0]
-        return (usual or exact or multiples)[0]
+        leaf = input.is_leaf and input.requires_grad
+        return input.copy_(result) if inplace and not leaf else result
 
     def _attention(
         self,
@@ -139,11 +146,11 @@ class Substituted(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0.0:
             return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        stream = self._stream()  # counted in any case: each operator has its number
+        keys, dim = self._stream()  # counted in any case: each operator has its number
         if not self.attention_drops:
             return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         return random_streams.dropout_attention(
-            query, key, value, stream, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            query, key, value, keys, attn_mask, dropout_p, is_causal, scale, enable_gqa, batch_dim=dim
         )
 
     def _batch_norm(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -157,6 +157,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         steps,
         microbatched=coupled,
         counted=manifest.count_inputs,
+        layouts=manifest.streams,
     )
 
 
@@ -195,7 +196,15 @@ def _subject(
     if (*key, text) not in shared:
         stepping = None if text is None or plan.mode != TRAIN else _own_optimizer(manifest)
         shared[*key, text] = run_reference(
-            source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward, stepping=stepping
+            source,
+            plan,
+            inputs,
+            steps,
+            microbatched=microbatched,
+            counted=counted,
+            layouts=manifest.streams,
+            forward=forward,
+            stepping=stepping,
         )
     return _Subject(folder, plan, shared[*key, text])
 

@@ -341,7 +341,8 @@ class _Functionalizer:
         assert isinstance(node.target, torch._ops.OpOverload)
         plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
         overload = getattr(plain, node.target._overloadname or "default", None)
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        dropped = name in ("dropout_", "feature_dropout_")
+        if torch.Tag.nondeterministic_seeded in node.target.tags and not dropped:
             raise random_refused(node)
         if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
             raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{where(node)}.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
@@ -42,16 +42,15 @@ def assign_streams(program: Program) -> Program:
     graph = copied(program.graph)
     keys = _keys_input(program, graph)
     analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs} | {KEYS: 0}, program.parameters)
-    number = 0
+    layouts: list[tuple[int, int, int]] = []
     for node in list(graph.nodes):
         if node.op == "output":
             continue
         analysis.visit(node)
         if is_random(node):
-            _replace(graph, node, keys, number, analysis)
-            number += 1
+            layouts.append(_replace(graph, node, keys, len(layouts), analysis))
     inputs = (*program.inputs, Input(KEYS, (program.batch,), torch.int64, 0, "sample_keys"))
-    result = program.with_graph(graph, inputs=inputs, random_calls=number)
+    result = program.with_graph(graph, inputs=inputs, stream_layouts=tuple(layouts))
     if any(operator_name(node) == "scaled_dot_product_attention" for node in random):
         result = result.warn(WRITTEN_OUT)
     return result
@@ -112,7 +111,8 @@ def _keys_input(program: Program, graph: fx.Graph) -> fx.Node:
     return keys
 
 
-def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysis: Analysis) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysis: Analysis) -> tuple[int, int, int]:
+    """Let ``node`` draw from the stream ``number``, and return where its operand has the batch."""
     name = operator_name(node)
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -121,22 +121,22 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysi
         raise GraphparError(
             f"Dropout on a tensor without a batch dim ({node.name}); its masks could not follow the examples."
         )
+    if name == "feature_dropout" and state.dim > 1:
+        raise GraphparError(
+            f"Channel dropout ({node.name}) has the batch on dim {state.dim} of its operand, so it drops channels of all examples at once; "
+            "its first dim must be the batch."
+        )
     with graph.inserting_before(node):
-        own = infer(graph.call_function(random_streams.stream, (keys, number)), node)
-        analysis.states[own] = Rows(0)
-        if state.inner > 1:
-            own = infer(graph.call_function(_aten.repeat_interleave.self_int, (own, state.inner)), node)
-            analysis.states[own] = Rows(0, 1, state.inner)
-        if state.outer > 1:
-            own = infer(graph.call_function(_aten.repeat.default, (own, [state.outer])), node)
-            analysis.states[own] = Rows(0, state.outer, state.inner)
+        own = _of_rows(graph, infer(graph.call_function(random_streams.stream, (keys, number)), node), state, analysis)
         if name == "scaled_dot_product_attention":
-            if state.dim != 0:
+            arguments, options = _attention_arguments(node, own)
+            if state.dim > value_of(source).ndim - 3:
                 raise GraphparError(
-                    f"Attention with dropout ({node.name}) has the batch on dim {state.dim} of its query, where it must be dim 0. If "
+                    f"Attention with dropout ({node.name}) has the batch on dim {state.dim} of its query, which are the positions. If "
                     "another dim of the inputs is the batch, give batch_dims."
                 )
-            new = graph.call_function(random_streams.dropout_attention, *_attention_arguments(node, own))
+            place = {"batch_dim": state.dim} if state.dim else {}
+            new = graph.call_function(random_streams.dropout_attention, arguments, {**options, **place})
         else:
             target = random_streams.dropout if name == "dropout" else random_streams.channel_dropout
             new = graph.call_function(target, (source, node.args[1], own, state.dim, True))
@@ -144,17 +144,38 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysi
     analysis.states[new] = analysis.states[node]
     node.replace_all_uses_with(new)
     graph.erase_node(node)
+    return state.dim, state.outer, state.inner
+
+
+def _of_rows(graph: fx.Graph, keys: fx.Node, state: Rows, analysis: Analysis) -> fx.Node:
+    """Return a key for each row of ``state``, of ``keys`` for each example: several rows of one have different ones."""
+
+    def made(target: Any, *args: Any) -> fx.Node:
+        node = infer(graph.call_function(target, args), keys)
+        analysis.visit(node)
+        return node
+
+    analysis.visit(keys)
+    for count, at, others, step in ((state.inner, -1, 0, 1), (state.outer, 0, -1, state.inner)):
+        if count > 1:
+            places = made(_aten.cumsum.default, made(_aten.new_ones.default, keys, [count]), 0)
+            steps = made(_aten.mul.Scalar, places, step * random_streams.BETWEEN_ROWS)
+            wide = made(
+                _aten.add.Tensor, made(_aten.unsqueeze.default, keys, at), made(_aten.unsqueeze.default, steps, others)
+            )
+            keys = made(_aten.flatten.using_ints, wide)
+            keys.meta["name"] = "row_keys"
+    return keys
 
 
 def _attention_arguments(node: fx.Node, keys: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
     given: dict[str, Any] = dict(zip(names, node.args)) | dict(node.kwargs)
     query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
-    for operand in (query, key, value):
-        tensor = value_of(operand)
-        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
-            raise GraphparError(
-                "Attention with dropout needs query, key and value of shape [batch, heads, sequence, features]."
-            )
+    ranks = {value_of(operand).ndim for operand in (query, key, value)}
+    if len(ranks) > 1 or min(ranks) < 3:
+        raise GraphparError(
+            f"Attention with dropout ({node.name}) needs query, key and value of as many dims, [..., heads, sequence, features]."
+        )
     options = {name: item for name, item in given.items() if item is not None and item is not False}
     return (query, key, value, keys), {**options, "training": True}

@@ -17,6 +17,7 @@ from dataclasses import replace
 from graphpar.cost_models.estimates import Alone
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
+from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
@@ -242,7 +243,9 @@ class Planner:
         run, dtype = self.prices.execution, self.prices.dtype
         one = Planner(self.program, device, self.batch, self.prices.solve, {}, wishes, run, dtype, shown=1, like=self)
         found = one.search()
-        best = found.best or found.alternatives[0]
+        best = found.best or next(iter(found.alternatives), None)
+        if best is None:
+            raise GraphparError(f"No plan of one device has a batch of {self.batch}.")
         estimate = best.estimate
         return Alone(
             str(device),

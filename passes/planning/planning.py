@@ -291,9 +291,10 @@ def table_of(plan: Plan) -> ActionTable:
 def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
     """Estimate the batch of ``plan`` on one device of ``cluster``, with the best microbatch size there."""
     program = with_dropout(program, plan.dropout)
+    size = program.batch if program.of_one_size else plan.microbatch_size  # the rows of all replicas are one trace's
     pins = PlanConstraints(
         global_batch=plan.global_batch,
-        microbatch_size=None if program.symbolic and program.mode != GENERATE else plan.microbatch_size,
+        microbatch_size=None if program.symbolic and program.mode != GENERATE else size,
         allow_batch_coupling=plan.allow_batch_coupling,
         recompute=AUTO,
         compile=plan.compile,

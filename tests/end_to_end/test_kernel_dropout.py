@@ -85,7 +85,9 @@ def reference_of(plan: gp.Plan, shards: int, monkeypatch: pytest.MonkeyPatch) ->
     assert program.source is not None
     mine = type("Masks", (_Masks,), {"plan": plan, "shards": shards})
     monkeypatch.setattr("graphpar.verification.reference.Substituted", mine)
-    return run_reference(program.source, replace(plan, dropout="exact"), program.inputs, 2)
+    return run_reference(
+        program.source, replace(plan, dropout="exact"), program.inputs, 2, layouts=program.stream_layouts
+    )
 
 
 def compared(layout: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

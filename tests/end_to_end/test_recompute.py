@@ -36,7 +36,7 @@ def run(
     asked = {"microbatch_size": 2, "global_batch": 8, "allow_batch_coupling": True, **asked}
     plans = [gp.plan(program, mesh=mesh, recompute=kind, **asked) for kind in ("none", *kinds)]
     assert program.source is not None
-    reference = run_reference(program.source, plans[0], program.inputs, STEPS)
+    reference = run_reference(program.source, plans[0], program.inputs, STEPS, layouts=program.stream_layouts)
     batches = [str(reference.batch_file(step)) for step in range(STEPS)]
     folders = [gp.partition(program, plan).save(root / str(place)) for place, plan in enumerate(plans)]
     cases = [{"program": str(each), "weights": str(reference.weights), "batches": batches} for each in folders]
