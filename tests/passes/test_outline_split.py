@@ -360,11 +360,11 @@ class _Shift(nn.Module):
         return torch.tanh(self.linear(x + shift))
 
 
-@pytest.mark.parametrize(("written_first", "copies"), [(False, (1, 1)), (True, (0, 2))])
+@pytest.mark.parametrize(("written_first", "copies"), [(False, (1, 1)), (True, (1, 1))])
 def test_blocks_that_run_again_take_copies_of_buffers_that_are_written(
     written_first: bool, copies: tuple[int, int]
 ) -> None:
-    """What is read before the write is a copy anyway; after it the buffer has the value of the next microbatch when blocks run again."""
+    """What is read is one copy, before a write and after it: the buffer has the value of the next microbatch when blocks run again."""
     model = _Shifted(written_first)
     program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
     for recompute, number in zip(("none", "full"), copies):
