@@ -3,6 +3,9 @@
 a step is the same with shards of each parameter, and without the others ──► ELEMENT     SGD, AdamW: a rank steps what it stores
 without the others alone                                                 ──► PARAMETER   LARS, Muon, Adafactor need whole parameters
 neither                                                                  ──► ALL         a step size from all gradients
+
+What a step does for some values only may not show there, so its operators are noted, too: one that is not elementwise needs whole
+parameters, and one that draws random numbers is found however small they are.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import inspect
 import io
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.optimizers import Described, build_optimizer
@@ -44,6 +50,22 @@ ELEMENTWISE = frozenset(
 """Those of ``torch.optim`` that were found to look at elements, as the tests do again: of one that was made by hand nothing is tried."""
 SCALES = (1.0, 30.0, 0.01)
 """Of the gradients, one step after the other, so that limits show which hold for some of them."""
+ALIKE = frozenset(
+    {
+        "_to_copy",
+        "abs_",
+        "alias",
+        "copy_",
+        "detach",
+        "fill_",
+        "lift_fresh",
+        "masked_fill",
+        "masked_fill_",
+        "view",
+        "zero_",
+    }
+)
+"""Operators that lack torch's tag of elementwise ones, but let no element look at another one."""
 TOLERANCE = 1e-4
 """How far two runs may be apart, relative to the largest change of a parameter."""
 
@@ -110,7 +132,10 @@ def look(
         whole = trial.tried(trial.names)
         if whole is None or not all(change.any() for change in whole.changes.values() if change.numel()):
             return Found(trial.kind, Scope.ALL, random=False, tried=False)
-        return Found(trial.kind, trial.scope(whole, flat), trial.random(whole), tried=True)
+        called = _Called()
+        trial.tried(trial.names, called=called)
+        scope = max(trial.scope(whole, flat), Scope.PARAMETER if called.reduces else Scope.ELEMENT)
+        return Found(trial.kind, scope, called.random or trial.random(whole), tried=True)
 
 
 def made_again(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Callable[[Any], Optimizer]:
@@ -141,6 +166,10 @@ class _Run:
         """Return what would be left where each parameter is what ``cut`` leaves of it."""
         return _Run({name: cut(change) for name, change in self.changes.items()}, self.options)
 
+    def without(self, name: str) -> _Run:
+        """Return what is left of all parameters but one."""
+        return _Run({each: change for each, change in self.changes.items() if each != name}, self.options)
+
     def is_part_of(self, other: _Run) -> bool:
         """Whether parameters changed as in the other run, but for rounding, and options, which may decide later, are the same."""
         for name, change in self.changes.items():
@@ -156,8 +185,44 @@ class _Run:
         )
 
 
+class _Called(TorchDispatchMode):
+    """Notes whether operators are called that look at several elements of a tensor, or draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduces = self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.reduces |= not _by_element(func, args) and any(
+            isinstance(value, Tensor) and value.numel() > 1 for value in tree_leaves((args, kwargs))
+        )
+        return func(*args, **kwargs)
+
+
+def _by_element(func: Any, args: Sequence[Any]) -> bool:
+    name = func.overloadpacket.__name__
+    if name == "index_put_":  # x[mask] = 0
+        masks = [each for each in args[1] if each is not None]
+        return (
+            len(masks) == 1
+            and masks[0].dtype == torch.bool
+            and masks[0].shape == args[0].shape
+            and args[2].numel() == 1
+        )
+    if name.startswith("_foreach_"):
+        return not name.endswith(("_norm", "_max", "_powsum"))
+    return (
+        torch.Tag.pointwise in func.tags
+        or name in ALIKE
+        or name.endswith("_like")
+        or name.startswith(("new_", "_fused_"))
+    )
+
+
 class _Trial:
-    """Small tensors in place of parameters. Those of ``names`` are stepped: of each kind of group two a number of dims."""
+    """Small tensors in place of parameters. Those of ``names`` are stepped: of each kind two."""
 
     def __init__(self, make: Callable[..., Any], model: Mapping[str, Described], device: torch.device) -> None:
         self.make, self.model, self.device, self.dtype = make, model, device, torch.float64
@@ -169,12 +234,16 @@ class _Trial:
         made = build_optimizer(make, {name: [each] for name, each in small.items()}, model)
         self.kind = type(made).__name__
         name_of = {parameter: name for name, parameter in small.items()}
-        kinds: dict[Any, list[str]] = {}
+        kinds: dict[
+            Any, list[str]
+        ] = {}  # by name, too: a step may treat a parameter by its name, or as the factory has noted of it
         for group in made.param_groups:
             for parameter in group["params"]:
-                kinds.setdefault((_kind(group), parameter.ndim), []).append(name_of[parameter])
-        chosen = [name for kind in kinds.values() for name in kind[:2]]
-        self.names = chosen[:: max(1, -(-len(chosen) // TRIED))]
+                name = name_of[parameter]
+                kinds.setdefault((_kind(group), parameter.ndim, re.sub(r"\d+", "", name)), []).append(name)
+        firsts, seconds = ([kind[at] for kind in kinds.values() if len(kind) > at] for at in (0, 1))
+        self.names = _spread(firsts, TRIED)
+        self.names += _spread(seconds, TRIED - len(self.names))
         self.drawn = {name: _drawn(_small(model[name].shape), at).to(device) for at, name in enumerate(self.names)}
 
     def scope(self, whole: _Run, flat: bool) -> Scope:
@@ -182,6 +251,9 @@ class _Trial:
         for part in (self.names[0::2], self.names[1::2]):
             if (run := self.tried(part)) is None or not run.is_part_of(whole):
                 return Scope.ALL
+        broken = self.tried(self.names, broken=self.names[0])
+        if broken is not None and not broken.without(self.names[0]).is_part_of(whole):
+            return Scope.ALL
         for cut in self._cuts(flat):
             if (run := self.tried(self.names, cut)) is None or not run.is_part_of(whole.cut(cut)):
                 return Scope.PARAMETER
@@ -202,8 +274,19 @@ class _Trial:
         for half in (0, 1) if flat else ():
             yield lambda value, half=half: value.reshape(-1).tensor_split(2)[half]  # type: ignore[misc]
 
-    def tried(self, names: Sequence[str], cut: Cut = lambda value: value, seed: int = 0) -> _Run | None:
+    def tried(
+        self,
+        names: Sequence[str],
+        cut: Cut = lambda value: value,
+        seed: int = 0,
+        broken: str | None = None,
+        called: _Called | None = None,
+    ) -> _Run | None:
         """Step the parameters of ``names`` alone, what ``cut`` leaves of each; None where that fails.
+
+        Args:
+            broken: the parameter whose gradient is infinite at the last step.
+            called: notes what operators steps call.
 
         Raises:
             NeedsClosure: the step needs a closure.
@@ -211,14 +294,14 @@ class _Trial:
         for dtype in dict.fromkeys((self.dtype, torch.float32)):
             self.dtype = dtype
             try:
-                return self._stepped(names, cut, seed)
+                return self._stepped(names, cut, seed, broken, called)
             except NeedsClosure:
                 raise
             except Exception:  # kernels that know no float64, or no such shape
                 continue
         return None
 
-    def _stepped(self, names: Sequence[str], cut: Cut, seed: int) -> _Run:
+    def _stepped(self, names: Sequence[str], cut: Cut, seed: int, broken: str | None, called: _Called | None) -> _Run:
         torch.manual_seed(seed)
         before = {name: cut(self.drawn[name][0]).to(self.dtype) for name in names}
         own = {name: nn.Parameter(value.clone()) for name, value in before.items()}
@@ -231,7 +314,10 @@ class _Trial:
         for step in range(1, STEPS + 1):
             for name, parameter in own.items():
                 parameter.grad = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
-            _step(made)
+                if name == broken and step == STEPS:
+                    parameter.grad.fill_(math.inf)
+            with called or contextlib.nullcontext():
+                _step(made)
         changes = {name: own[name].detach() - before[name] for name in names}
         return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
 
@@ -245,6 +331,11 @@ def _small(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _spread(names: Sequence[str], most: int) -> list[str]:
+    """Return all, or that many at most, evenly."""
+    return list(names[:: -(-len(names) // most)]) if names and most > 0 else []
+
+
 def _drawn(shape: Sequence[int], seed: int) -> Tensor:
     """Values, and the gradients of all steps, which point the same way in part, so that step sizes grow that are estimated from them."""
     generator = torch.Generator().manual_seed(seed)
@@ -254,9 +345,9 @@ def _drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What groups that are stepped alike have in common: their options, of numbers whether they are 0."""
+    """What groups that are stepped alike have in common: their options, of fractions whether they are 0."""
     return tuple(
-        (key, value if isinstance(value, str | bool) or value is None else repr(value) not in ("0", "0.0"))
+        (key, value if isinstance(value, str | int) or value is None else repr(value) != "0.0")
         for key, value in group.items()
         if key not in ("params", "param_names")
     )
@@ -271,14 +362,19 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _step(made: Optimizer) -> None:
+    calls: list[None] = []
+
+    def closure() -> Any:
+        calls.append(None)
+        return torch.zeros((), requires_grad=True)
+
     try:
         made.step()
     except Exception:
-        try:
-            made.step(lambda: torch.zeros((), requires_grad=True))  # type: ignore[arg-type,return-value]
-        except Exception:
-            pass
-        else:
+        with contextlib.suppress(Exception):
+            made.step(closure)
+            calls.append(None)
+        if len(calls) > 1:
             raise NeedsClosure(
                 f"the optimizer of the model file, {type(made).__name__}, needs a closure that computes gradients again within its step, "
                 "and a program computes them once a step; use one whose step() needs none, such as AdamW or Muon"

@@ -9,7 +9,7 @@ from graphpar.parts import Parts
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.optimizer_scope import NeedsClosure, Scope, look
-from graphpar.runtime.optimizers import Described, factory
+from graphpar.runtime.optimizers import Described, build_optimizer, factory
 from graphpar.runtime.stages import emitted_package
 from graphpar.runtime.whole_parameters import dividing_axes
 from graphpar.text import bytes_text
@@ -20,7 +20,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
 
     Raises:
         GraphparError: its step needs a closure, or draws random numbers on several ranks, or it needs all parameters on one device, which
-            has no room for them.
+            has no room for them, or it is made from values that not every rank has.
     """
     program, plan, manifest = parts.compilation.program, parts.plan, load_manifest(parts.folder)
     again = {name for names in program.ties for name in names[1:]}
@@ -43,7 +43,16 @@ def tried_optimizer(parts: Parts) -> list[str]:
             found.check_ranks()
         except RuntimeProgramError as error:
             raise GraphparError(f"{error}.") from None
-    if found.scope is not Scope.ALL or not dividing_axes(manifest, found.scope):
+    dividing = dividing_axes(manifest, found.scope)
+    if dividing or manifest.pp > 1:
+        try:
+            build_optimizer(make, {}, model)
+        except RuntimeProgramError as error:
+            raise GraphparError(
+                f"{error}; on several ranks it is given parameters of which a rank has no values, so it can't read them: group by names or "
+                "shapes, or use --mesh of dp_replicate alone."
+            ) from None
+    if found.scope is not Scope.ALL or not dividing:
         return []
     needed = 2 * sum(each.shape.numel() * each.dtype.itemsize for each in model.values() if each.requires_grad)
     what = (

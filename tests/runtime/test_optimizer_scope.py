@@ -27,8 +27,10 @@ EACH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad
 class Simple(Optimizer):
     """Its step is a function of a parameter, or of all of them."""
 
-    def __init__(self, named: Named, change: Callable[[list[nn.Parameter]], None], **group: Any) -> None:
-        super().__init__([{"params": parameters(named), **group}], {"lr": 0.1})
+    def __init__(
+        self, named: Named, change: Callable[[list[nn.Parameter]], None], params: Any = None, **group: Any
+    ) -> None:
+        super().__init__(params or [{"params": parameters(named), **group}], {"lr": 0.1})
         self.change = change
 
     @torch.no_grad()
@@ -36,9 +38,13 @@ class Simple(Optimizer):
         self.change([each for group in self.param_groups for each in group["params"] if each.grad is not None])
 
 
-def noisy(given: list[nn.Parameter]) -> None:
+def noisy(given: list[nn.Parameter], scale: float = 1.0) -> None:
     for each in given:
-        each.sub_(torch.randn_like(each))
+        each.sub_((each.grad + torch.randn_like(each) * scale) * 0.1)
+
+
+def slightly_noisy(given: list[nn.Parameter]) -> None:
+    noisy(given, 1e-6)
 
 
 def clipped(given: list[nn.Parameter]) -> None:
@@ -59,6 +65,58 @@ def by_dims(given: list[nn.Parameter]) -> None:
     """What has one dim moves otherwise; slices have one."""
     for each in given:
         each.sub_(each.grad * (0.1 if each.ndim > 1 else 0.2))
+
+
+def limited(given: list[nn.Parameter]) -> None:
+    """A tensor stays as it is where it would change far more than here."""
+    for each in given:
+        if float(each.grad.norm()) < 1e6 * float(each.norm()):
+            each.sub_(each.grad * 0.1)
+
+
+def skipping(given: list[nn.Parameter]) -> None:
+    if all(each.grad.isfinite().all() for each in given):
+        for each in given:
+            each.sub_(each.grad * 0.1)
+
+
+def failing_once() -> Callable[[list[nn.Parameter]], None]:
+    calls: list[None] = []
+
+    def change(given: list[nn.Parameter]) -> None:
+        calls.append(None)
+        assert len(calls) != 2, "the second step of all"
+        for each in given:
+            each.sub_(each.grad * 0.1)
+
+    return change
+
+
+def noted(named: Named) -> Optimizer:
+    """One group; the matrices that the factory has noted move as a whole, and they are not the first ones."""
+    large = [each for name, each in named if each.ndim == 2 and "emb" not in name and name != "0.weight"]
+
+    def change(given: list[nn.Parameter]) -> None:
+        for each in given:
+            each.sub_(each.grad / each.grad.norm() if any(each is one for one in large) else each.grad.sign())
+
+    return Simple(named, change)
+
+
+def numbered(named: Named) -> Optimizer:
+    """A whole number of a group chooses how it is stepped."""
+    first, later = (
+        [each for name, each in named if each.ndim == 2 and (name[0] in "e0") == old] for old in (True, False)
+    )
+    made = Simple([], lambda _: None, params=[{"params": first, "way": 1}, {"params": later, "way": 2}])
+
+    def change(_: list[nn.Parameter]) -> None:
+        for group in made.param_groups:
+            for each in (each for each in group["params"] if each.grad is not None):
+                each.sub_(each.grad / each.grad.norm() if group["way"] == 2 else each.grad.sign())
+
+    made.change = change
+    return made
 
 
 class Adapted(Simple):
@@ -110,6 +168,10 @@ def test_each_element_by_itself(kind: str) -> None:
         ),
         (lambda named: Simple(named, by_rows), Scope.PARAMETER, Scope.PARAMETER),
         (lambda named: Simple(named, by_dims), Scope.ELEMENT, Scope.PARAMETER),
+        (lambda named: Simple(named, limited), Scope.PARAMETER, Scope.PARAMETER),
+        (noted, Scope.PARAMETER, Scope.PARAMETER),
+        (numbered, Scope.PARAMETER, Scope.PARAMETER),
+        (lambda named: Simple(named, skipping), Scope.ALL, Scope.ALL),
         (OPTIMIZERS["global"], Scope.ALL, Scope.ALL),
         (lambda named: Simple(named, clipped), Scope.ALL, Scope.ALL),
         (lambda named: Adapted(named, clipped), Scope.ALL, Scope.ALL),
@@ -129,12 +191,19 @@ def test_a_step_that_needs_a_closure_is_refused(make: Callable[..., Any]) -> Non
         look(make, MODEL)
 
 
+def test_a_step_that_fails_once_needs_no_closure() -> None:
+    change = failing_once()
+    found = look(lambda named: Simple(named, change), MODEL)
+    assert found.tried and found.scope is Scope.ELEMENT  # in float32, after it failed in float64
+
+
+@pytest.mark.parametrize("change", [noisy, slightly_noisy])
 def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_the_trial(
-    capfd: pytest.CaptureFixture[str],
+    change: Callable[[list[nn.Parameter]], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def make(named: Named) -> Optimizer:
         print("made")
-        return Simple(named, noisy)
+        return Simple(named, change)
 
     torch.manual_seed(3)
     expected = torch.rand(2)

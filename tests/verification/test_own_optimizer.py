@@ -75,6 +75,19 @@ def test_what_no_plan_can_step_is_refused_at_compile(tmp_path: Path) -> None:
         parts(tmp_path, noisy, mesh={"dp_replicate": 2})
 
 
+def test_an_optimizer_made_from_values_is_refused_where_ranks_lack_some(tmp_path: Path) -> None:
+    values = TEXT.replace(
+        "Lars([p for _, p in named], lr=0.01)",
+        "Lars([{'params': [p], 'lr': 0.1 * float(p.norm())} for _, p in named], lr=0.1)",
+    )
+    assert parts(tmp_path, values, mesh={"dp_replicate": 2}).report["warnings"] is not None
+    for mesh in ({"pp": 2}, {"tp": 2}):
+        with pytest.raises(
+            GraphparError, match="meta tensors; on several ranks it is given parameters of which a rank has no values"
+        ):
+            parts(tmp_path, values, mesh=mesh)
+
+
 def test_one_owner_of_everything_is_warned_of(tmp_path: Path) -> None:
     together = TEXT.replace(
         "        for group in self.param_groups:\n",
