@@ -360,16 +360,14 @@ class _Shift(nn.Module):
         return torch.tanh(self.linear(x + shift))
 
 
-@pytest.mark.parametrize(("written_first", "copies"), [(False, (1, 1)), (True, (1, 1))])
-def test_blocks_that_run_again_take_copies_of_buffers_that_are_written(
-    written_first: bool, copies: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("written_first", [False, True])
+def test_blocks_that_run_again_take_copies_of_buffers_that_are_written(written_first: bool) -> None:
     """What is read is one copy, before a write and after it: the buffer has the value of the next microbatch when blocks run again."""
     model = _Shifted(written_first)
     program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
-    for recompute, number in zip(("none", "full"), copies):
+    for recompute in ("none", "full"):
         parts = gp.partition(program, gp.plan(program, 1, microbatch_size=4, recompute=recompute))
-        assert parts.files["stage_0.py"].count(".clone()") == number
+        assert parts.files["stage_0.py"].count(".clone()") == 1
 
 
 class _Normed(nn.Module):
