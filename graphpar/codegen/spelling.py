@@ -40,7 +40,8 @@ def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
     """Write a ``call_function`` node in Python. ``anchor`` is an expression whose ``.device`` factories use."""
     if getattr(node.target, "__module__", None) == collectives.__name__:
         return _collective(node, shown)
-    for spelling in (*record_named(operator_name(node)).spelling, partial(_by_rule, anchor=anchor)):
+    spellings: tuple[Spelling, ...] = (*record_named(operator_name(node)).spelling, partial(_by_rule, anchor=anchor))
+    for spelling in spellings:
         spelled = spelling(node, shown)
         if spelled is not None and _tells_all(node, shown, spelling, spelled):
             return spelled

@@ -105,7 +105,7 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     names = [*(f"b{i}" for i in range(rank - 3)), "h", "q", "k"]
     for extra in operands[3:]:
         if value_of(extra).ndim == 1 and operator_name(node) == "dropout_attention":
-            texts.append(names[node.kwargs.get("batch_dim", 0)])  # type: ignore[call-overload]  # the keys of the random streams
+            texts.append(names[node.kwargs.get("batch_dim", 0)])  # type: ignore[index]  # the keys of the random streams
             continue
         sizes = sizes_of(extra)
         aligned = names[len(names) - len(sizes) :]
