@@ -143,6 +143,8 @@ def _encoded(value: Any, what: str = "state") -> Any:
         return value
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, LRScheduler):  # that another one goes on with
+        return _encoded(value.state_dict(), what)
     if isinstance(value, dict):
         items = [[key, _encoded(each, str(key))] for key, each in value.items()]
         return dict(items) if all(isinstance(key, str) for key in value) else items
@@ -161,6 +163,9 @@ def _decoded(value: Any, like: Any) -> Any:
         return like
     if isinstance(like, Tensor):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
+    if isinstance(like, LRScheduler):
+        like.load_state_dict(_decoded(value, like.state_dict()))
+        return like
     if isinstance(like, dict):
         made = like.copy()
         made.clear()

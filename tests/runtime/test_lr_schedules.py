@@ -46,6 +46,20 @@ class Own(LRScheduler):
         return [group["lr"] * 0.7 ** len(self.drops) for group in self.optimizer.param_groups]
 
 
+class Gradual(LRScheduler):
+    """Warms up, and goes on with another schedule."""
+
+    def __init__(self, optimizer: Optimizer, after: LRScheduler, warm: int = 3) -> None:
+        self.after, self.warm = after, warm
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch < self.warm:
+            return [base * (self.last_epoch + 1) / self.warm for base in self.base_lrs]
+        self.after.step()
+        return list(self.after.get_last_lr())
+
+
 def cosine(optimizer: Optimizer) -> LRScheduler:
     """As the package ``transformers`` has it."""
     return lr.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / 12)))
@@ -79,6 +93,7 @@ SCHEDULES: dict[str, Make] = {
     "SequentialLR of OneCycleLR": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o, 0.5, 2), one_cycle(o)], [2]),
     "ChainedScheduler": lambda o: lr.ChainedScheduler([lr.LinearLR(o, 0.1, total_iters=3), lr.MultiStepLR(o, [2, 6])], o),
     "own": Own,
+    "own with another": lambda o: Gradual(o, lr.CosineAnnealingWarmRestarts(o, 3)),
 }  # fmt: skip
 
 
