@@ -232,7 +232,7 @@ def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rul
 _ATTENTION = write.function(
     "F.scaled_dot_product_attention", "query key value", "attn_mask dropout_p is_causal scale enable_gqa"
 )
-_GROUPED = Record(Kind.GROUPED, grouped, grouped_mm)
+_GROUPED = Record(Kind.GROUPED, grouped, grouped_mm, spelling=(write.grouped_product,))
 
 RECORDS: dict[str, Record] = {
     "linear": Record(

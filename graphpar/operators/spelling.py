@@ -230,6 +230,24 @@ def as_operator(node: fx.Node, shown: Printed) -> Expression:
     return call(f"torch.ops.{node.target}", [shown(item).text for item in node.args], _options(node, shown))
 
 
+def grouped_product(node: fx.Node, shown: Printed) -> Expression | None:
+    """``F.grouped_mm(F.pad(x, (0, 4)), F.pad(w, (0, 0, 0, 4)), offs=ends)``: kernels want rows of whole 16 bytes, no float64."""
+    rows, weight = (value_of(argument) for argument in node.args[:2] if isinstance(argument, fx.Node))
+    if rows.ndim != 2 or weight.ndim != 3 or "offs" not in node.kwargs:
+        return None
+    x, w, ends = shown(node.args[0]), shown(node.args[1]), shown(node.kwargs["offs"]).at(ATOM)
+    if rows.dtype == torch.float64:
+        runs = f"{x.at(ATOM)}.tensor_split({ends}[:-1].long().cpu())"
+        return Expression(f"torch.cat([run @ matrix for run, matrix in zip({runs}, {w.text})])")
+    step = 16 // rows.element_size()
+    inner, outer = (-size % step for size in weight.shape[1:])
+    if not inner and not outer:
+        return None
+    padded = [f"F.pad({x.text}, (0, {inner}))" if inner else x.text, f"F.pad({w.text}, (0, {outer}, 0, {inner}))"]
+    result = call("F.grouped_mm", padded, {"offs": shown(node.kwargs["offs"]).text})
+    return Expression(f"{result.text}[:, :-{outer}]") if outer else result
+
+
 def item(node: fx.Node, shown: Printed) -> Expression | None:
     """``x[0]``"""
     return Expression(f"{shown(node.args[0]).at(ATOM)}[{shown(node.args[1]).text}]")

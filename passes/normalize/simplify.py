@@ -270,9 +270,11 @@ def _broadcast(node: fx.Node) -> None:
 
 
 def _grouped_mm(node: fx.Node) -> None:
-    """Replace transformers' own operator by torch's equal, so that the emitted program needs torch alone."""
-    node.target = torch.nn.functional.grouped_mm
-    node.args, node.kwargs = node.args[:2], {"offs": node.args[2] if len(node.args) > 2 else node.kwargs["offs"]}
+    """Replace transformers' own operator, and the one below it, by torch's function: the emitted program needs torch alone."""
+    ends = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+    if ends is not None and len(node.args) <= 3 and not node.kwargs.keys() - {"offs"}:
+        node.target = torch.nn.functional.grouped_mm
+        node.args, node.kwargs = node.args[:2], {"offs": ends}
 
 
 def _dense_gradient(node: fx.Node) -> None:
@@ -304,7 +306,7 @@ _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "index": _index_of_all,
     "squeeze": _squeeze,
     "cat": _cat,
-    "grouped_mm_fallback": _grouped_mm,
+    **dict.fromkeys(("grouped_mm_fallback", "_grouped_mm"), _grouped_mm),
     "scaled_dot_product_attention": _usual_scale,
     **dict.fromkeys(("embedding", "embedding_bag"), _dense_gradient),
 }

@@ -9,14 +9,16 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import graphpar as gp
 from graphpar.annotations.values import allows
 from graphpar.cli.main import main
+from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
+from graphpar.operators.spelling import Expression
 from graphpar.report.report import render, report_data
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
 from graphpar.text import bytes_text, count_text
@@ -39,6 +41,30 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[int]]:
 
 def _be(rank: int, degree: int) -> None:
     collectives._axes["ep"] = ("", degree, rank)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 12), (torch.float32, 6), (torch.float64, 8)])
+def test_grouped_products_of_any_width_are_written_so_that_kernels_take_them(dtype: torch.dtype, width: int) -> None:
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    given = [
+        torch.randn(10, width, dtype=dtype).requires_grad_(),
+        torch.randn(3, width, 5, dtype=dtype).requires_grad_(),
+    ]
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "w", "ends")]
+    for node, value in zip(nodes, (*given, ends)):
+        node.meta["val"] = value
+    product = graph.call_function(F.grouped_mm, tuple(nodes[:2]), {"offs": nodes[2]})
+    product.meta["val"] = given[0].new_empty(10, 5)
+    text = spell(product, lambda item: Expression(item.name), "x").text
+    found: Tensor = eval(text, {"torch": torch, "F": F, "x": given[0], "w": given[1], "ends": ends})
+    whole = [value.detach().double().requires_grad_() for value in given]
+    expected = torch.cat([whole[0][:3] @ whole[1][0], whole[0][3:] @ whole[1][2]])
+    pairs = zip(
+        (found, *torch.autograd.grad(found.sum(), given)), (expected, *torch.autograd.grad(expected.sum(), whole))
+    )
+    for own, theirs in pairs:
+        torch.testing.assert_close(own, theirs.to(dtype))
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------
