@@ -52,6 +52,7 @@ from graphpar.frontend.watched import (
     collective,
     masks_as_given,
     refuse_collective,
+    unusual_apart,
 )
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
@@ -313,16 +314,17 @@ def _first_line(error: Exception) -> str:
 
 def _export(request: Request, size: int, *, symbolic: bool, evaluates: bool = False) -> tuple[ExportedProgram, Regions]:
     """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
-    if siblings(request.model):
-        repetitions = Repetitions()
-        try:
-            exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
-            expand(exported, repetitions.examples, repetitions.repetitions)
-            return exported, regions
-        except (Exception, NotRepeatedError):
-            if not repetitions.begun:  # each module was traced, so the error is the model's
-                raise
-    return _exported(request, size, None, symbolic=symbolic, evaluates=evaluates)
+    with unusual_apart(request.model):
+        if siblings(request.model):
+            repetitions = Repetitions()
+            try:
+                exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
+                expand(exported, repetitions.examples, repetitions.repetitions)
+                return exported, regions
+            except (Exception, NotRepeatedError):
+                if not repetitions.begun:  # each module was traced, so the error is the model's
+                    raise
+        return _exported(request, size, None, symbolic=symbolic, evaluates=evaluates)
 
 
 def _exported(

@@ -27,7 +27,7 @@ from graphpar.frontend.inputs import Request
 from graphpar.frontend.precision import cast_parameters
 from graphpar.frontend.regions import Regions
 from graphpar.ir.precision import Precision
-from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
+from graphpar.ir.program import Input, Output, Program, TensorInfo, is_plain, memory_of, size_coefficient
 from graphpar.ir.source import source_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.modes import GENERATE, INFER, TRAIN
@@ -172,7 +172,7 @@ def _buffers(model: nn.Module) -> dict[str, TensorInfo]:
     infos = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and is_plain(buffer):
                 full = f"{prefix}.{name}" if prefix else name
                 persistent = name not in module._non_persistent_buffers_set
                 infos[full] = TensorInfo(tuple(buffer.shape), buffer.dtype, False, persistent, "buffer")

@@ -31,6 +31,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
 from graphpar.frontend.effects import EFFECTS
 from graphpar.frontend.observed import OBSERVED
+from graphpar.ir.program import is_plain
 from graphpar.runtime.manifest import InputInterface
 
 NAMES = (
@@ -328,7 +329,11 @@ def initial_weights(file: ModelFile, seed: int = 0) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model()
-    state = {name: value for name, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}
+    state = {
+        name: value
+        for name, value in unwrapped(model).state_dict().items()
+        if isinstance(value, Tensor) and is_plain(value)
+    }
     empty = next((name for name, value in state.items() if value.is_meta), None)
     if empty is not None:
         raise GraphparError(

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.modes import FunctionMode, written_by
-from graphpar.ir.program import memory_of
+from graphpar.ir.program import is_plain, memory_of
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -159,6 +159,55 @@ class DataAsDetached(FunctionMode):
 
 def _at(place: str) -> str:
     return f" ({place})" if place else ""
+
+
+# ---- sparse and nested buffers ---------------------------------------------------------------------------------
+
+
+class _Unusual:
+    """Stands for a tensor that a program can't hold; whoever computes with it is refused."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        vars(self).update(_name=name, _kind=kind)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphparError(
+            f"The model computes with the buffer {self._name!r}{_at(stack_line())}, which is {self._kind}: no program holds it. Make it "
+            "dense in the constructor (to_dense(), to_padded_tensor()), or register its indices and values as buffers."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = __neg__ = (
+        _refuse
+    )
+    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
+
+
+@contextlib.contextmanager
+def unusual_apart(model: nn.Module) -> Iterator[None]:
+    """Take sparse, nested and quantized buffers out of the model: a trace fails at them, though nothing may read them."""
+    names = {module: name for name, module in model.named_modules()}
+    kept = [(module, dict(module._buffers)) for module in names]
+    for module, buffers in kept:
+        for name, buffer in buffers.items():
+            if buffer is not None and not is_plain(buffer):
+                kind = "nested" if buffer.is_nested else "quantized" if buffer.is_quantized else "sparse"
+                del module._buffers[name]
+                vars(module)[name] = _Unusual(f"{names[module]}.{name}" if names[module] else name, kind)
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            for name in buffers.keys() - module._buffers.keys():
+                vars(module).pop(name, None)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------

@@ -359,6 +359,11 @@ def memory_of(tensor: Tensor) -> int:
     return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested nor quantized: one that files hold, and that is cut for ranks."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
 def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
     """Return for each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed.
 

@@ -25,7 +25,7 @@ from graphpar.errors import GraphparError
 from graphpar.frontend.outputs import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
-from graphpar.ir.program import Input, ModelSource
+from graphpar.ir.program import Input, ModelSource, is_plain
 from graphpar.ir.source import user_line
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.kept_folder import KeptFolder
@@ -223,8 +223,7 @@ def _alone(setting: _Setting, batch: dict[str, Tensor]) -> GraphparError | None:
     """Return the error for a model that fails by itself, without anything of graphpar around it; None where it doesn't."""
     model = _built(setting.source)
     with _borrowed(model):
-        if setting.source.mode is not None:
-            model.train(setting.source.mode == "train")
+        _set_mode(setting, model)
         trains = setting.plan.mode == TRAIN
         try:
             if setting.forward is not None:
@@ -259,8 +258,7 @@ def _run(setting: _Setting, batches: list[dict[str, Tensor]], double: bool = Fal
 
 
 def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor]], double: bool) -> Reference:
-    if setting.plan.mode == TRAIN or setting.source.mode is not None:
-        model.train(setting.plan.mode == TRAIN)
+    _set_mode(setting, model)
     again = partial(_run, setting, batches, True)
     precision = setting.plan.precision
     if double:
@@ -269,12 +267,12 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
         batches = [{name: doubled(value) for name, value in batch.items()} for batch in batches]
     policy = Policy(model, Precision() if double else precision)
     named = policy.named
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = _buffers(model)
     reference = Reference(
         losses=[],
         ties=_ties(named | buffers),
         dtype=least_precise(parameter.dtype for parameter in model.parameters()),
-        persistent=frozenset(model.state_dict()) - frozenset(named),
+        persistent=frozenset(model.state_dict()) & frozenset(buffers),
         batches=batches,
         again=again,
         policy_dtype=None if double else precision.cast_to,
@@ -290,7 +288,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     if double:
         reference.dtype = reference.loss_dtype = torch.float64
     reference.parameters = reference.keep(reference.folder / "parameters.safetensors", named)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = _buffers(model)
     reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
     if setting.stepping is not None:
         with in_double() if double else nullcontext():
@@ -299,14 +297,25 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     return reference
 
 
+def _set_mode(setting: _Setting, model: nn.Module) -> None:
+    """Put what trains in the mode that its ``train()`` gives; what is for inference stays as it was built, unless a mode was given."""
+    if setting.plan.mode == TRAIN or setting.source.mode is not None:
+        model.train(setting.plan.mode == TRAIN)
+
+
 def _constants(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that modules hold beside parameters and buffers."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+        if isinstance(value, Tensor) and is_plain(value)
     }
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a program may have: not those that are sparse or nested."""
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if is_plain(buffer)}
 
 
 def _built(source: ModelSource) -> nn.Module:

@@ -161,8 +161,11 @@ class _Inliner:
         return new
 
     def _named(self, node: Any, stack: tuple[tuple[str, str, str], ...]) -> Any:
-        """Return a tied parameter under its name in the module that uses it; the region takes it under one name for all."""
-        if not isinstance(node, fx.Node) or node.op != "get_attr":
+        """Return a tied parameter under its name in the module that uses it; the region takes it under one name for all.
+
+        A buffer with several names has one in a program.
+        """
+        if not isinstance(node, fx.Node) or node.op != "get_attr" or str(node.target) not in self.program.parameters:
             return node
         names = self.program.tie_of(str(node.target))
         name = alias_used_in(stack, names) if len(names) > 1 else str(node.target)

@@ -795,3 +795,69 @@ def test_hooks_on_gradients_are_refused(where: str) -> None:
     with pytest.raises(ValueError, match=r"which a trace can't follow\. Remove it"):
         gp.export(model, (torch.randn(4, 4),), loss_fn=lambda y: y.square().mean())
     gp.export(model, (torch.randn(4, 4),))  # for inference
+
+
+class Odd(nn.Module):
+    """A layer, and a buffer of a kind that no program holds, which the forward reads if ``reads``."""
+
+    def __init__(self, reads: bool, nested: bool, persistent: bool) -> None:
+        super().__init__()
+        self.a, self.reads = nn.Linear(8, 8), reads
+        odd = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]) if nested else torch.eye(8).to_sparse()
+        self.register_buffer("heads", odd, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.reads:
+            h = h + (
+                self.heads.to_padded_tensor(0.0).sum()
+                if self.heads.is_nested
+                else torch.sparse.mm(self.heads, h.t()).t()
+            )
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_buffers_that_no_program_holds_may_stay_unread(nested: bool, persistent: bool) -> None:
+    for built in (Odd(False, nested, persistent), lambda: Odd(False, nested, persistent)):
+        program = gp.export(built, (X,), loss_fn=square)
+        assert not program.buffers and not program.constants
+        assert not isinstance(built, nn.Module) or "heads" in built._buffers
+        with pytest.raises(
+            gp.GraphparError, match=rf"buffer 'heads' \(test_capture.py.*is {'nested' if nested else 'sparse'}"
+        ):
+            gp.export(Odd(True, nested, persistent), (X,), loss_fn=square)
+    assert gp.verify(gp.partition(program, gp.plan(program, mesh={"tp": 1})), steps=1).ok
+
+
+class Running(nn.Module):
+    """Moves its mean without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def test_a_module_that_several_blocks_share_writes_its_buffer() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            norm = Running()
+            self.layers = nn.ModuleList(nn.Sequential(norm, nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    case = Case(Sharing(), (X,), {}, square)
+    program = case.export()
+    assert len(program.buffers) == 1
+    assert_same(run(program, case), eager(case))
