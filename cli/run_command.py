@@ -100,7 +100,7 @@ def launch(
         check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
     devices = program.world_size
     with reading_report(folder / "plan.json"):
-        predicted = prediction(plan, devices)
+        predicted = prediction(folder, plan, devices)
     if not {"weights", "checkpoint"} & set(asked):
         prepare(folder, program)
 
@@ -124,7 +124,7 @@ def launch(
         except LaunchError as error:
             if error.signal == signal.SIGKILL:
                 raise LaunchError(
-                    f"{error.message}{_memory_text(plan)}", error.rank, error.details, signal=error.signal
+                    f"{error.message}{_memory_text(folder, plan)}", error.rank, error.details, signal=error.signal
                 ) from None
             raise
         written = json.loads(history.read_text(encoding="utf-8")) if history.is_file() else []
@@ -146,12 +146,12 @@ def launch(
 # ---- the prediction --------------------------------------------------------------------------------------------
 
 
-def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
-    """Read the predicted seconds of a step from ``plan.json``, for which devices, and whether this machine has such
+def prediction(folder: Path, plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
+    """Read the predicted seconds of a step beside ``plan.json``, for which devices, and whether this machine has such
     (``here``)."""
     from graphpar.hardware.cluster import Cluster
 
-    predicted = plan.get("report", {}).get("predicted")
+    predicted = _predicted(folder, plan)
     if predicted is None:
         return None
     here = Cluster.of_this_machine(devices).device
@@ -172,9 +172,16 @@ def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 
 
-def _memory_text(plan: Mapping[str, Any]) -> str:
+def _predicted(folder: Path, plan: Mapping[str, Any]) -> Any:
+    """What is predicted of a plan; None where it was not priced, or was edited since."""
+    from graphpar.runtime.plan_record import kept_report
+
+    return (kept_report(folder / "plan.json", plan) or {}).get("predicted")
+
+
+def _memory_text(folder: Path, plan: Mapping[str, Any]) -> str:
     """Compare the memory that the plan needs with that of this machine."""
-    predicted = plan.get("report", {}).get("predicted")
+    predicted = _predicted(folder, plan)
     if predicted is None:
         return ""
     peaks = predicted["peak_memory_bytes"]

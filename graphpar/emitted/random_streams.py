@@ -107,7 +107,8 @@ def dropout_attention(
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``; by torch's own kernel if ``kernel``.
 
-    query [..., h, q, e], key [..., h, k, e] -> [..., h, q, e]; ``keys``: one for each index of the dim ``batch_dim``, before q
+    query [..., h, q, e], key [..., h, k, e] -> [..., h, q, e]; ``keys``: one for each index of the dim
+    ``batch_dim``, which is before q.
     """
     if kernel:
         seed = kernel_seed(keys, sharded)

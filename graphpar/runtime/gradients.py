@@ -339,16 +339,19 @@ class Gradients:
         """
         found: str | None = None
         for total in self._sums:
-            trained = [each for each in total.partials if any(copy.requires_grad for copy in each.copies)]
-            if not trained:
+            if not total.partials:
                 continue
-            sums = [torch.stack([checksum(local(copy.detach())) for copy in each.copies]) for each in trained]
-            differing = {each.name: (self._rank,) * 2 for each, own in zip(trained, sums) if (own != own[0]).any()}
+            sums = [torch.stack([checksum(local(copy.detach())) for copy in each.copies]) for each in total.partials]
+            differing = {
+                each.name: (self._rank,) * 2 for each, own in zip(total.partials, sums) if (own != own[0]).any()
+            }
             if total.group is not None:
                 gathered = gather_tensors(torch.stack([own[0] for own in sums]), total.group)
                 ranks = dist.get_process_group_ranks(total.group)
                 for rank, theirs in zip(ranks, gathered):
-                    names = [each.name for each, other in zip(trained, (theirs != gathered[0]).tolist()) if other]
+                    names = [
+                        each.name for each, other in zip(total.partials, (theirs != gathered[0]).tolist()) if other
+                    ]
                     differing |= dict.fromkeys(names, (ranks[0], rank))
             if differing and found is None:
                 name, (first, second) = next(iter(differing.items()))

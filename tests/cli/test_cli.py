@@ -851,7 +851,7 @@ def test_a_prediction_for_other_devices_is_said_to_be_one(
 ) -> None:
     plan = compiled(capsys, HEAD_FIRST, "--cluster", "2x1xL40S", "--mesh", "pp=2", "-o", "out")
     record = json.loads((folder / "out" / "plan.json").read_text())
-    found = run_command.prediction(record, 2)
+    found = run_command.prediction(folder / "out", record, 2)
     assert found is not None and not found["here"]
     assert found["step_time_s"] == plan["predicted"]["step_time_s"]
 
