@@ -214,9 +214,11 @@ def drive(program: Path, out: Path) -> None:
         seen: dict[str, Any] = {"reports": pipeline.reports}
         own = program / "weights" / "model.safetensors"
         changed = load_file(own)
-        changed[
-            "block.1.down.bias" if "block.1.down.bias" in dict(pipeline.named_parameters()) else "table.weight"
-        ].view(-1)[4] += 1e-3
+        held = dict(pipeline.named_parameters())
+        names = ["block.1.down.bias"] if "block.1.down.bias" in held else ["table.weight", "out.weight"]
+        for name in names:  # all of a tie
+            changed[name] = changed[name].clone()
+            changed[name].view(-1)[4] += 1e-3
         save_file(changed, str(out / f"changed_{ranks.rank}.safetensors"))
         try:
             pipeline.load_weights(out / f"changed_{ranks.rank}.safetensors" if ranks.rank == 1 else own)

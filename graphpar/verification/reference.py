@@ -221,14 +221,14 @@ def run_reference(
 
 def _alone(setting: _Setting, batch: dict[str, Tensor]) -> GraphparError | None:
     """Return the error for a model that fails by itself, without anything of graphpar around it; None where it doesn't."""
+    if setting.forward is not None:  # whose errors are its own
+        return None
     model = _built(setting.source)
     with _borrowed(model):
         _set_mode(setting, model)
         trains = setting.plan.mode == TRAIN
         try:
-            if setting.forward is not None:
-                loss = setting.forward(model, dict(batch))
-            elif trains:
+            if trains:
                 loss = _loss(setting, Policy(model, Precision()), batch)
             else:
                 args, kwargs, _ = setting.arguments(batch)
