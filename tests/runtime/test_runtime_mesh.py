@@ -320,6 +320,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
     monkeypatch.setattr("graphpar.runtime.gradients.BUCKET_BYTES", 1)
     group, microbatches = object(), 2
     replicas = SimpleNamespace(
+        rank=0,
         degrees={"dp_replicate": 2},
         place={"pp": 0, "dp_replicate": 0},
         gather=lambda _, value: [value],
