@@ -298,6 +298,11 @@ class _Functionalizer:
 
     def _check_writable(self, node: fx.Node, target: fx.Node) -> None:
         base = self.aliases[target].base
+        if base.op == "get_attr" and operator_name(node) == "embedding_renorm_":
+            raise GraphparError(
+                f"The embedding of {str(base.target)!r} has max_norm{where(node)}, which writes the rows that it looks up in each forward; a "
+                "program can change parameters only through their gradients. Leave max_norm out, and shorten the rows between steps."
+            )
         if base.op == "get_attr" and str(base.target) in self.program.parameters:
             raise GraphparError(
                 f"The model writes the parameter {str(base.target)!r} in place{where(node)}; a program can change parameters "

@@ -154,6 +154,12 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda model, h: (model.first.weight.detach().clamp_(-1, 1), h)[1],
         "writes the parameter 'first.weight'",
     ),
+    "longest rows": (
+        lambda model, h: (
+            h + F.embedding(torch.zeros_like(h[..., 0]).long(), model.first.weight, max_norm=1.0).sum(-1, True)
+        ),
+        "embedding of 'first.weight' has max_norm",
+    ),
     "bits": (lambda _, h: ((h * 1).view(torch.int32).add_(1), h)[1], "view made by 'view'"),
 }
 
