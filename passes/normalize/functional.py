@@ -300,7 +300,7 @@ class _Functionalizer:
         base = self.aliases[target].base
         if base.op == "get_attr" and operator_name(node) == "embedding_renorm_":
             raise GraphparError(
-                f"The embedding of {str(base.target)!r} has max_norm{where(node)}, which writes the rows that it looks up in each forward; a "
+                f"The embedding of {str(base.target)!r} has max_norm{where(node)}, which writes the rows that it looks up; a "
                 "program can change parameters only through their gradients. Leave max_norm out, and shorten the rows between steps."
             )
         if base.op == "get_attr" and str(base.target) in self.program.parameters:
