@@ -30,6 +30,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 
+NO_SEQUENCE = ("head_first", "resnet", "resnet_batchnorm", "two_towers", "unet", "vit")
+"""Those without one that two ranks could divide."""
+
 
 @functools.cache
 def example_file(name: str) -> ModelFile:

@@ -11,7 +11,7 @@ import pytest
 import graphpar as gp
 from graphpar.ir.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
-from tests.programs import SMALL, example, norms_pinned
+from tests.programs import NO_SEQUENCE, SMALL, example, norms_pinned
 from tests.samples import sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
@@ -53,7 +53,6 @@ FAST = [
 _TWO = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _COUPLED = ("resnet_batchnorm",)  # its examples are not independent: replicas are refused
 _NORMED = ("gpt", "gpt2_tiny", "gpt_dropout", "llama", "mixtral", "t5")  # whose sequence every degree divides
-_NO_SEQUENCE = ("head_first", "resnet", "resnet_batchnorm", "two_towers", "unet", "vit")  # that two ranks could divide
 SLOW = [
     *(Case("mixtral", mesh) for mesh in ("ep=4", "dp_replicate=2,ep=2", "cp=2,ep=2", "pp=2,ep=2")),
 ]
@@ -66,7 +65,7 @@ SLOW += [
         Case(name, "tp=2"),
         *(Case(name, "pp=4", schedule) for schedule in ("GPipe", "1F1B")),
         Case(name, "tp=4"),
-        *(Case(name, "cp=2") for _ in range(name not in _NO_SEQUENCE)),
+        *(Case(name, "cp=2") for _ in range(name not in NO_SEQUENCE)),
         Case(name, "pp=2,tp=2"),
         Case(name, "pp=2,tp=2", "InterleavedZeroBubble"),
         *(Case(name, mesh) for mesh in ("dp_replicate=2", "dp_replicate=2,tp=2") if name not in _COUPLED),
