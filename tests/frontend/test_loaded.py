@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from graphpar.frontend.build import SEED, build
 from graphpar.runtime.initialise import initial_values
 from tests import architectures
 from tests.loaded_models import LOADERS, Scaled, save_files
+from tests.samples import drawn
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -120,12 +120,7 @@ def differing(name: str, folder: Path) -> list[str]:
     return found + [key for key, value in initial_values(factory, SEED) if not torch.equal(value, state[key])]
 
 
-SAMPLED = ["llama", *random.Random(32).sample([name for name in architectures.ALL if name != "llama"], 4)]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.slow) for name in architectures.ALL]
-)
+@pytest.mark.parametrize("name", drawn([*architectures.ALL], 3, 8))
 def test_from_pretrained_gives_the_buffers_of_the_model_loaded_plainly(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert not differing(name, tmp_path)

@@ -151,7 +151,7 @@ def test_accumulation_clipping_evaluation_saving_and_inference(
 ) -> None:
     program = fixture.emit(tmp_path / "out", stages=4, ranks=V, schedule="ZBVZeroBubble")
     inference = fixture.emit(tmp_path / "inference", stages=4, ranks=LOOP, infer=True)
-    pool.torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=2, timeout_s=60)
+    pool.torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=2, timeout_s=180)
     seen = [json.loads((tmp_path / f"drive_{rank}.json").read_text()) for rank in range(2)]
     model = fixture.reference()
     keys = sample_keys(0, 0, fixture.BATCH)
@@ -191,7 +191,7 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
         program / "train.py",
         ["--steps=3", "--lr=0.01", f"--json={tmp_path}/history.json", *files],
         nproc=2,
-        timeout_s=60,
+        timeout_s=180,
     )
     history = json.loads((tmp_path / "history.json").read_text())
     assert result.stdout.count("loss") == len(history) == 3
@@ -214,7 +214,7 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
 def test_a_launch_with_another_number_of_ranks_tells_the_user(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "out", stages=2, ranks=[0, 1])
     with pytest.raises(LaunchError, match=r"runs on 2 ranks .* torchrun --nproc-per-node 2 out/train.py") as caught:
-        torchrun(program / "train.py", nproc=1, timeout_s=60)
+        torchrun(program / "train.py", nproc=1, timeout_s=180)
     assert caught.value.user
     assert caught.value.rank is None  # all of them say so
 
