@@ -69,7 +69,8 @@ class ShardConstraints:
     ``keyword_inputs``, ``outputs``: of a module's tensors in the order of its arguments and results, ``None`` (or a
     tuple that ends early) for one that is free; a dim may count from the end. An input is pinned as the module uses it,
     after any redistribution. ``styles``: of each module or parameter that was given any. ``origins``: for each name in
-    the others, the patterns that pinned it, in the plan's order.
+    the others, the patterns that pinned it, in the plan's order. ``idle``: for each axis that was left out, the patterns
+    that ask for shards or partial sums on it; whole tensors are what one rank has.
     """
 
     parameters: Mapping[str, Spec] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class ShardConstraints:
     outputs: Mapping[str, tuple[Spec | None, ...]] = field(default_factory=dict)
     styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def names_of(program: Program) -> ModelNames:
@@ -402,7 +404,17 @@ class _Sheet:
             outputs=_in_order(kept["output"]),
             styles={path: tuple(styles) for path, styles in self._styles.items()},
             origins={name: tuple(patterns) for name, patterns in self._origins.items()},
+            idle=self._idle(),
         )
+
+    def _idle(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = {}
+        for axes in self._claims.values():
+            for axis, claims in axes.items():
+                for pattern, choice in claims:
+                    if self.degrees[axis] == 1 and R not in choice and pattern not in found.setdefault(axis, []):
+                        found[axis].append(pattern)
+        return {axis: tuple(patterns) for axis, patterns in found.items() if patterns}
 
     def _all_names(self, name: str) -> tuple[str, ...]:
         return self._groups.get(name, (name,))

@@ -36,6 +36,7 @@ from graphpar.passes.planning.constraints import (
     check_overlap,
     check_pipelined,
     check_replicas,
+    idle_pins,
 )
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
@@ -216,6 +217,7 @@ def _plan(
     check_dp_mean(mesh, pins, program)
     check_overlap(mesh, pins)
     check_offload(pins, program)
+    idle = idle_pins(mesh, pins.shard_plan, program)
     in_shards = stored_in_shards(program, stages) if zero >= 2 else frozenset()
     check_replicas(mesh, zero, pins.shard_plan, program, in_shards)
     again = gathers_again(mesh.pp, zero, pins.reshard)
@@ -249,7 +251,7 @@ def _plan(
         dropout=program.dropout,
         sharding=found.sharding,
         cluster=pins.cluster,
-        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),
+        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *idle, *found.sharding.undivided),
         sharded=found,
     )
 

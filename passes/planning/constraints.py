@@ -28,6 +28,7 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS, OFFLOADS, REPLICAS
 from graphpar.runtime.layout import R, Shard
 from graphpar.schedules.registry import get_schedule
+from graphpar.text import listed
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,16 @@ def check_replicas(
             if axis not in placed:
                 why = f"the {degrees[axis]} ranks of {axis} take rows of their own, and nothing is placed on it; leave the pin out"
                 raise refused(path, given or {}, axis, why)
+
+
+def idle_pins(mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program) -> list[str]:
+    """Return a warning for each axis of one rank over which a shard plan asks for shards: there they change nothing."""
+    idle = resolve(shard_plan, names_of(program), mesh.degrees()).idle if shard_plan else {}
+    return [
+        f"The shard plan divides {listed([repr(each) for each in patterns], 3)} over {axis}, which has one rank in this plan: there it "
+        f"changes nothing; give {axis} a degree in --mesh."
+        for axis, patterns in idle.items()
+    ]
 
 
 def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:

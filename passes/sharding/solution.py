@@ -70,22 +70,30 @@ def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
     found: dict[str, float] = {}
     for operator, flops in work.items():
         for place, axis in enumerate(problem.axes):
-            if not solution.choices[operator].divided[place] and flops > 0.01 * total:
-                line = _undivided(operator, axis, place, problem.degrees[axis])
+            if solution.choices[operator].divided[place]:
+                continue
+            degree = problem.degrees[axis]
+            # Of heads it is said however little it is: who gives tp a degree gives it for them.
+            if flops > 0.01 * total or _undivided_heads(operator, axis, degree):
+                line = _undivided(operator, axis, place, degree)
                 found[line] = found.get(line, 0.0) + flops / total
-    return tuple(f"{line} ({share:.0%} of the flops of matrix products)." for line, share in found.items())
+    return tuple(f"{line} ({100 * share:.2g} % of the flops of matrix products)." for line, share in found.items())
+
+
+def _undivided_heads(operator: Operator, axis: str, degree: int) -> int:
+    """Return the number of heads of an attention that ``degree`` does not divide; else 0."""
+    if operator_name(operator.node) != "scaled_dot_product_attention" or AXIS[axis].divides is not Divides.WEIGHTS:
+        return 0
+    heads = int(sizes_of(operator.operands[0])[-3][0])
+    return heads if heads % degree else 0
 
 
 def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
     module = module_path(operator.node) or operator_name(operator.node)
     if operator.scope:
         module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
-    if operator_name(operator.node) == "scaled_dot_product_attention" and AXIS[axis].divides is Divides.WEIGHTS:
-        heads = sizes_of(operator.operands[0])[-3][0]
-        if heads % degree:
-            return (
-                f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
-            )
+    if heads := _undivided_heads(operator, axis, degree):
+        return f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
     possible = any(choice.divided[place] for choice in operator.choices)
     why = (
         "redistributing its operands and results would cost more than that saves" if possible else "no rule divides it"

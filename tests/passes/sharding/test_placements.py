@@ -314,3 +314,21 @@ def test_a_degree_that_does_not_divide_the_sequence_is_refused() -> None:
     with pytest.raises(GraphparError, match="cp=4 divides sequences, but not the 10 rows of an example"):
         planned(10)
     assert planned(8).mesh.cp == 4
+
+
+def test_a_pin_over_an_axis_of_one_rank_is_told() -> None:
+    pins = {"up.weight": "S(0)@tp", "down": "rowwise", "norm.weight": "R@tp"}
+    (line,) = gp.plan(_rows(), mesh={"dp_replicate": 2}, shard_plan=pins).warnings
+    assert line.startswith("The shard plan divides 'up.weight', 'down' over tp, which has one rank in this plan")
+    assert not gp.plan(_rows(), mesh={"tp": 2}, shard_plan=pins).warnings
+
+
+def test_heads_that_do_not_divide_are_told_however_little_they_compute() -> None:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=384, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=4, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros(4, 4, dtype=torch.int64)
+    program = gp.export(lambda: LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
+    (line,) = gp.plan(program, mesh={"tp": 3}).sharding.undivided
+    assert "4 heads don't divide over tp=3" in line and float(line.rpartition("(")[2].split(" %")[0]) < 1
