@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.samples import set_aside
+from tests.samples import drawn_slow, set_aside
 from tests.session_folder import VARIABLE, new_session_folder, session_folder
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ def _prepare() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not any("::" in argument for argument in config.args):  # a test that is named runs, with all of its cases
         set_aside(items)
+        kept = drawn_slow(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 

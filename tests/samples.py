@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+SLOW_SHARE = 1 / 4
+"""Of the slow tests of each file a run has this share, drawn by the seed."""
 SEED = os.environ.get("GRAPHPAR_SAMPLE") or os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(random.randrange(10**6))
 """The same in all processes of a run, which collect the same tests."""
 
@@ -38,7 +41,7 @@ def drawn(items: Sequence[Any], fast: int, slow: int = 0) -> list[Any]:
 def set_aside(items: Sequence[pytest.Item]) -> None:
     """Mark as slow what this run does not draw of tests marked ``sampled(share)``: of each test's cases, or of a group ``of`` tests.
 
-    Two runs of one seed, the fast one and the slow one, have all of them together.
+    Two runs of one seed, the fast one and the slow one, draw from all of them together.
     """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -52,3 +55,17 @@ def set_aside(items: Sequence[pytest.Item]) -> None:
         for place, item in enumerate(cases):
             if place not in drawn_now:
                 item.add_marker("slow")
+
+
+def drawn_slow(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the items without the slow ones that this run does not draw; all of them with the seed ``all``."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            files.setdefault(item.path, []).append(item)
+    left = set[pytest.Item]()
+    for path, cases in files.items() if SEED != "all" else ():
+        number = max(1, round(SLOW_SHARE * len(cases)))
+        chosen = set(random.Random(f"{SEED} {path.name} slow").sample(range(len(cases)), number))
+        left |= {item for place, item in enumerate(cases) if place not in chosen}
+    return [item for item in items if item not in left]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ class Item:
 
     def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
         self.nodeid, self.marks = nodeid, {each.name: each.mark for each in marks}
+        self.path = Path(nodeid.partition("::")[0])
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self.marks.get(name)
@@ -49,3 +51,19 @@ def test_a_share_of_cases_and_of_groups_is_drawn_and_the_rest_is_slow(monkeypatc
 def test_other_runs_draw_others_and_all_of_them_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({tuple(run(str(seed), monkeypatch)[0]) for seed in range(20)}) > 10
     assert run("all", monkeypatch)[1] == ["a.py::cases[slow]"]
+
+
+def test_a_share_of_the_slow_tests_of_each_file_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    items: list[Any] = [Item(f"{file}.py::{number}", pytest.mark.slow) for file in "ab" for number in range(8)]
+    items += [Item("c.py::alone", pytest.mark.slow), *(Item(f"a.py::fast {number}") for number in range(3))]
+
+    def names(seed: str) -> list[str]:
+        monkeypatch.setattr(samples, "SEED", seed)
+        return [item.nodeid for item in samples.drawn_slow(items)]
+
+    found = names("a seed")
+    share = round(8 * samples.SLOW_SHARE)
+    assert [sum(name.startswith(f"{file}.py::") for name in found) for file in "abc"] == [share + 3, share, 1]
+    assert found == names("a seed") and len({tuple(names(str(seed))) for seed in range(20)}) > 10
+    assert {name for seed in range(60) for name in names(str(seed))} == {item.nodeid for item in items}
+    assert names("all") == [item.nodeid for item in items]

@@ -360,6 +360,7 @@ def interface(
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         **({"streams": [list(layout) for layout in program.stream_layouts]} if program.stream_layouts else {}),
+        **({"plain": dict(program.plain)} if program.plain else {}),
         **({"no_eval": program.no_eval} if program.no_eval else {}),
         **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
         **({"pretrained": dict(program.pretrained)} if program.pretrained else {}),

@@ -29,6 +29,7 @@ from graphpar.frontend.regions import Regions
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, is_plain, memory_of, size_coefficient
 from graphpar.ir.source import source_of
+from graphpar.runtime.batches import PLAIN
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.modes import GENERATE, INFER, TRAIN
 
@@ -92,6 +93,7 @@ def to_program(
             if isinstance(module, fx.GraphModule)
         },
         stored=stored,
+        plain={name: leaf for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, PLAIN)},
         regions=tuple(dict.fromkeys(regions.paths)),
     )
     if drawn:

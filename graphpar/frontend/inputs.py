@@ -9,7 +9,6 @@ import keyword
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten
@@ -18,6 +17,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.between_steps import Assigned
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
+from graphpar.runtime.batches import leaf_paths
 from graphpar.runtime.deferred import Recorder
 from graphpar.runtime.modes import GENERATE, INFER
 
@@ -155,17 +155,6 @@ def _leaf_names(
             candidate += "_again" if candidate in unique else "_input"
         unique.append(candidate)
     return unique
-
-
-def leaf_paths(name: str, value: Any) -> list[str]:
-    """Name the leaves of ``value``: ``name``, or ``name_key`` for containers."""
-    leaves = torch.utils._pytree.tree_leaves_with_path(value)
-    result = []
-    for path, _ in leaves:
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-        text = "_".join([name, *parts])
-        result.append("".join(char if char.isalnum() or char == "_" else "_" for char in text))
-    return result
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> int | None:

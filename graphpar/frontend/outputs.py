@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.inputs import Request, leaf_paths
+from graphpar.frontend.inputs import Request
+from graphpar.runtime.batches import leaf_paths
 
 
 def own_loss(output: Any, takes_scalar: bool = True) -> Tensor | None:

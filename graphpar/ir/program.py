@@ -166,6 +166,7 @@ class Program:
     source: ModelSource | None = None
     couplings: tuple[Coupling, ...] = ()
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
+    plain: Mapping[str, Any] = field(default_factory=dict)  # what the model was given besides tensors: numbers, None
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function

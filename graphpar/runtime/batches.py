@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
 from graphpar.runtime.distributed import agree, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match, root_cause
@@ -44,6 +46,44 @@ class Part:
     replicas: int
     rows: slice
     names: tuple[str, ...]
+
+
+PLAIN = (bool, int, float, str, type(None))
+"""What an argument may be besides tensors for a batch to name it again: it has to be what the model was compiled with."""
+
+
+def leaf_paths(name: str, value: Any) -> list[str]:
+    """Name the leaves of ``value``: ``name``, or ``name_key`` for containers."""
+    leaves = tree_leaves_with_path(value)
+    result = []
+    for path, _ in leaves:
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        text = "_".join([name, *parts])
+        result.append("".join(char if char.isalnum() or char == "_" else "_" for char in text))
+    return result
+
+
+def _flat(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return the tensors of a batch whose arguments are given as the model takes them: in lists and mappings, with numbers beside.
+
+    Raises:
+        RuntimeProgramError: what is no tensor is another value than the model was compiled with.
+    """
+    if all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        found.update(zip(leaf_paths(name, value), tree_leaves(value), strict=True))
+    for name, value in list(found.items()):
+        if name in program.plain:
+            if isinstance(value, Tensor) or value != program.plain[name]:
+                shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise RuntimeProgramError(
+                    f"the model was compiled with {name}={program.plain[name]!r}, which is part of the program, and is given {shown}: "
+                    "compile it again with example inputs that have that"
+                )
+            del found[name]
+    return found
 
 
 def check_batch(program: Manifest, batch: Mapping[str, Tensor], needed: Collection[str]) -> None:
@@ -225,15 +265,16 @@ def agree_on_batches(
 
 
 def together(
-    program: Manifest, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], training: bool
+    program: Manifest, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], training: bool
 ) -> Sequence[Mapping[str, Tensor]]:
-    """List the batches of a step: one, or several that stand for one that has all of them.
+    """List the batches of a step, each as its tensors by name: one, or several that stand for one that has all of them.
 
     Args:
         training: whether operators that mix examples do so; BatchNorm in evaluation does not.
 
     Raises:
-        RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch.
+        RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch;
+            or an argument that is no tensor is another than the model was compiled with.
     """
     batches = [batch] if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else list(batch)
     if not batches:
@@ -252,7 +293,7 @@ def together(
         raise RuntimeProgramError(
             f"{len(batches)} batches one after the other are not one batch that has all of them: {reason}"
         )
-    return batches
+    return [_flat(program, each) for each in batches]
 
 
 def agree_on_number(batches: Sequence[object]) -> None:

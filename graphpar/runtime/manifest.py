@@ -167,6 +167,8 @@ class Manifest:
     """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
     unsplittable: str | None = None
     """Why the loss of a program for training is no sum over examples."""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """What the model was given besides tensors, by name: numbers, strings, None."""
     parameters: tuple[str, ...] = ()
     """Of a program for training: the names that ``named_parameters()`` of the model gives, in its order."""
     adapters: tuple[Adapter, ...] = ()
@@ -295,6 +297,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         no_eval=interface.optional("no_eval", (str, type(None)), None),
         coupled=interface.optional("coupled", (str, type(None)), None),
         unsplittable=interface.optional("unsplittable", (str, type(None)), None),
+        plain=interface.optional("plain", dict, {}),
         parameters=interface.strings("parameters") if interface.has("parameters") else (),
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
         generation=interface.optional("generation", dict, {}),

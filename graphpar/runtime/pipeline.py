@@ -542,7 +542,7 @@ class Pipeline:
 
     def step(
         self,
-        batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        batch: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         step: int | None = None,
         broadcast_loss: bool = False,
@@ -552,7 +552,8 @@ class Pipeline:
 
         Args:
             batch: inputs and targets by name: all of them, whole, the same on every rank; or of each that ``data.names`` lists
-                the rows ``data.rows``. A sequence of batches is computed one after the other, as if it were one batch that has
+                the rows ``data.rows``. An argument that is a list or mapping of tensors is given as the model takes it, or its
+                tensors by their own names. A sequence of batches is computed one after the other, as if it were one batch that has
                 all of them: loss and gradients are this one's, whatever the loss divides by.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
@@ -703,7 +704,7 @@ class Pipeline:
         if self.program.no_eval is not None:
             raise RuntimeProgramError(self.program.no_eval)
 
-    def eval(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
+    def eval(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Tensor] | None:
         """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
 
         Returns:
@@ -718,7 +719,7 @@ class Pipeline:
         with evaluating(self.stages):
             return self._forward(batch, self.steps_done)
 
-    def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
+    def infer(self, batch: Mapping[str, Any], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.
 
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
@@ -767,9 +768,7 @@ class Pipeline:
                 f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
             )
 
-    def _forward(
-        self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], step: int
-    ) -> dict[str, Tensor] | None:
+    def _forward(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several."""
         self.synchronize()
         found: list[dict[str, Tensor] | None] = []

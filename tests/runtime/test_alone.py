@@ -72,6 +72,51 @@ def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None
         assert set(pipeline.eval({"ids": ids, "labels": labels}) or {}) == {"loss"}
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, *, context: dict[str, Any], levels: list[Tensor], steps: int, gate: Any = None
+    ) -> Tensor:
+        y: Tensor = self.linear(x) + context["shift"]["by"] / steps + sum(levels)
+        return y if gate is None else y * gate
+
+
+def test_arguments_are_given_as_the_model_takes_them(tmp_path: Path) -> None:
+    def batch(seed: int) -> dict[str, Any]:
+        x, by, one, other = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(seed))
+        return {"x": x, "context": {"shift": {"by": by}}, "levels": [one, other], "steps": 2, "gate": None}
+
+    def squares(found: Tensor, of: dict[str, Tensor]) -> Tensor:
+        return (found - of["y"]).square().mean()
+
+    target = {"of": {"y": torch.zeros(8, 4)}}
+    program = gp.export(Nested, (), batch(0), loss_fn=squares, targets=(target["of"],), evaluates=True)
+    model = Nested()
+    gp.partition(program, gp.plan(program)).save(tmp_path / "out", weights=model.state_dict())
+    with start() as ranks, Pipeline(tmp_path / "out", ranks.device) as pipeline:
+        pipeline.load_weights()
+        whole = batch(1)
+        flat = {
+            "x": whole["x"], "context_shift_by": whole["context"]["shift"]["by"], "levels_0": whole["levels"][0],
+            "levels_1": whole["levels"][1], "of_y": target["of"]["y"],
+        }  # fmt: skip
+        true = squares(model(**whole), target["of"])
+        for given in ({**whole, **target}, flat, [{**whole, **target}]):
+            torch.testing.assert_close(pipeline.step(given), true)
+            torch.testing.assert_close((pipeline.eval(given) or {})["loss"], true)
+        for other in ({"steps": 3}, {"gate": 1.0}, {"gate": torch.ones(8, 4)}):
+            ((name, _),) = other.items()
+            with pytest.raises(
+                RuntimeProgramError, match=f"was compiled with {name}={whole[name]}, which is part of the program"
+            ):
+                pipeline.step({**whole, **target, **other})
+        with pytest.raises(RuntimeProgramError, match="no input 'levels_2'"):
+            pipeline.step({**whole, **target, "levels": [*whole["levels"], whole["x"]]})
+
+
 # ---- whose error it is -----------------------------------------------------------------------------------------------
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12448."
