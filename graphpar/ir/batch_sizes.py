@@ -132,11 +132,16 @@ def _follows(source: fx.Node, dim: int) -> bool:
 
 
 def scalar_arguments(node: fx.Node) -> Iterator[tuple[int | str, str, Any]]:
-    """Yield (position or keyword, ``size`` or ``number``, argument) of an ATen operator's arguments that are no lists."""
-    if not isinstance(node.target, torch._ops.OpOverload) or operator_name(node) in ("arange", "sym_size"):
+    """Yield (position or keyword, ``size`` or ``number``, argument) of an ATen operator's arguments that are no lists.
+
+    The end of a range is the size of what it makes, where that follows the batch or depends on values; else its numbers are its values.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or operator_name(node) == "sym_size":
         return
+    sized = operator_name(node) == "arange" and bool(batch_dims_of(node) or unknown_dims(node))
     for position, described in enumerate(node.target._schema.arguments):
         place: int | str = position if position < len(node.args) else described.name
         given = node.args[position] if position < len(node.args) else node.kwargs.get(described.name)
         if isinstance(given, fx.Node | int | float) and not isinstance(given, bool):
-            yield place, "size" if "int" in str(described.type) else "number", given
+            is_size_of_result = "int" in str(described.type) or (sized and described.name == "end")
+            yield place, "size" if is_size_of_result else "number", given

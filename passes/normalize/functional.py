@@ -333,16 +333,13 @@ class _Functionalizer:
         before = value_of(target)
         args = [target, *(fx.map_arg(a, self._read_buffers_too) for a in node.args[1:])]
         kwargs = fx.map_arg(dict(node.kwargs), self._read_buffers_too)
-        if name == "copy_":
-            source = args[1]
-            if value_of(source).dtype != before.dtype:  # type: ignore[arg-type]
+        source = args[1] if name in ("copy_", "fill_") else 0
+        if isinstance(source, fx.Node) and isinstance(value_of(source), Tensor) and name in ("copy_", "fill_"):
+            if value_of(source).dtype != before.dtype:
                 source = self._call(node, _aten.to.dtype, (source, before.dtype))
             return self._call(node, _aten.expand_as.default, (source, target))
         if name in ("fill_", "zero_"):
-            filled = args[1] if name == "fill_" else 0
-            if isinstance(filled, fx.Node):
-                return self._call(node, _aten.expand_as.default, (filled, target))
-            return self._call(node, _aten.full_like.default, (target, filled))
+            return self._call(node, _aten.full_like.default, (target, source))
         assert isinstance(node.target, torch._ops.OpOverload)
         plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
         overload = getattr(plain, node.target._overloadname or "default", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +45,8 @@ ROW_BY_ROW: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "index_reduce": (XS, lambda o: o.index_reduce(1, torch.tensor([0, 2]), o[:, :2], "amax")),
     "rfft and back": (XS, lambda o: torch.fft.irfft(torch.fft.rfft(o, dim=1) * 2, n=4, dim=1)),
     "fft2": (XS, lambda o: torch.fft.fft2(o).abs()),
+    "fft of the dims that it has sizes for": (XS, lambda o: torch.fft.fftn(o, s=(6, 4)).abs()),
+    "fft of the last dim alone": (XS, lambda o: torch.fft.ifftn(o, s=(3,)).abs()),
     "stft": (X, lambda o: torch.stft(o, 4, window=torch.ones(4), return_complex=True).abs()),
     "rot90": (XS, lambda o: torch.rot90(o, 1, (1, 2))),
     "cholesky": (XS, lambda o: torch.linalg.cholesky(spd(o))),
@@ -53,6 +56,29 @@ ROW_BY_ROW: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "nanmedian": (XS, lambda o: o.nanmedian(-1)[0]),
     "isin": (XS, lambda o: o * torch.isin(o.argmax(-1, keepdim=True), torch.tensor([1, 2]))),
 }
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a range to it": lambda o: o * torch.arange(0.0, float(o.size(0)), o.size(0) / 5),
+    "a range from it": lambda o: o * torch.arange(o.size(0), 5 + o.size(0)),
+    "a range that begins before it": lambda o: o * torch.arange(1 - o.size(0), 6 - o.size(0)),
+    "rows numbered from it": lambda o: o * torch.arange(o.size(0), 2 * o.size(0))[:, None],
+    "a fill": lambda o: o * torch.full_like(o, float(o.size(0))),
+    "a fill in place": lambda o: o * torch.empty_like(o).fill_(float(o.size(0))),
+    "a tensor": lambda o: o * torch.tensor(float(o.size(0))),
+    "an element": lambda o: o.index_fill(1, torch.tensor([1]), float(o.size(0))),
+    "a padding": lambda o: F.pad(o, (1, 1), value=float(o.size(0))),
+    "a choice": lambda o: torch.where(o > 0, o, float(o.size(0))),
+    "a limit": lambda o: o.clamp(max=o.size(0) / 10),
+    "a logarithm": lambda o: o * math.log(o.size(0)),
+    "a power": lambda o: (o.abs() + 1).pow(1 / o.size(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_number_of_rows_is_that_of_the_whole_batch(name: str) -> None:
+    """Else it is printed for one size, or each microbatch takes its own."""
+    assert refusal(gp.export(Applied(NUMBERS[name]), (X,), loss_fn=lambda o: o.square().mean()))
 
 
 @pytest.mark.parametrize("name", drawn(list(ROW_BY_ROW), 5, 4))
@@ -72,6 +98,7 @@ OVER_THE_BATCH: dict[str, tuple[Tensor, Callable[[Tensor], Tensor], str]] = {
     ),
     "fft over rows": (X, lambda o: torch.fft.rfft(o, dim=0).abs().mean(), "fft_rfft"),
     "fft over everything": (X, lambda o: torch.fft.fftn(o).real.square().mean(), "fft_fftn"),
+    "fft with a size of each dim": (X, lambda o: torch.fft.fftn(o, s=(8, 4)).real.square().mean(), "fft_fftn"),
     "rot90 of rows": (X[:, :6], lambda o: (torch.rot90(o[:, :1].expand(-1, 6), 1, (0, 1)) * o[:, :1]).mean(), ""),
 }  # fmt: skip
 

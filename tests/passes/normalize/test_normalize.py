@@ -61,6 +61,15 @@ def _two_views(h: Tensor) -> Tensor:
     return h + rows.view_as(h)
 
 
+def _read_between(h: Tensor) -> Tensor:
+    view = h[:, 1:][..., ::2]
+    first = view * 2
+    h.mul_(3.0)
+    second = view * 5
+    h[:, 2] = 0.5
+    return h + (first + second + view * 7).sum((1, 2))[:, None, None]
+
+
 def _copied(h: Tensor) -> Tensor:
     flat = h.transpose(1, 2).reshape(h.size(0), -1)  # a copy, although reshape often is a view
     flat.add_(1.0)
@@ -100,7 +109,8 @@ def _filled(h: Tensor) -> Tensor:
     sums.fill_(3.0)
     sums.zero_()
     sums += h
-    return sums
+    whole = torch.empty(8).fill_(torch.tensor(3))
+    return sums * whole + torch.empty(8).fill_(h.size(1))
 
 
 def _no_drop(h: Tensor) -> Tensor:
@@ -129,6 +139,7 @@ INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "index_add": lambda h: h.index_add_(1, torch.tensor([1, 2]), h[:, :2] * 2),
     "stale view": _stale,
     "two views": _two_views,
+    "read between two writes": _read_between,
     "copy, not view": _copied,
     "dtypes": _dtypes,
     "shifted": _shifted,
@@ -320,6 +331,26 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_was_read_of_a_buffer_before_a_write_is_the_old_value(name: str) -> None:
     example = Case(_Read(READS[name]), (X,), {}, F.mse_loss, (T,))
     assert_same(run(example.export(), example), eager(example))
+
+
+class _ReadBetween(_Read):
+    """A view of the buffer is read before, between and after two writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = self.average[2:].view(2, 3)
+        first = view * 2
+        self.average.mul_(torch.arange(8.0))
+        second = view * 3
+        self.average[3] = 0.25
+        return self.linear(x) * (first + second + view * 5).sum()
+
+
+def test_a_view_of_a_buffer_shows_each_write() -> None:
+    example = Case(_ReadBetween(lambda value: value), (X,), {}, F.mse_loss, (T,))
+    program, expected = example.export(), eager(example)
+    found = run(program, example)
+    assert_same(found, expected)
+    near(found.buffers["average"], expected.buffers["average"], 1e-6, "average")
 
 
 class _Normed(_Read):

@@ -115,6 +115,42 @@ def test_rows_that_the_model_chooses_run_whole() -> None:
     assert_same(run(program, case), eager(case))
 
 
+HALVES = torch.tensor([1.0, -1, 1, -1, 1, -1])[:, None] * torch.tensor(
+    [1.0, -1, 2, 1, 3]
+)  # as many of each sign in every column
+
+
+def written_between(o: Tensor, t: Tensor) -> Tensor:
+    mask = t[:, 0] > 0
+    chosen = o[mask]
+    mask.logical_not_()
+    return F.mse_loss(chosen, t[mask])
+
+
+def made_of_what_is_written(o: Tensor, t: Tensor) -> Tensor:
+    base = t.clone()
+    column = base[:, 0]
+    chosen = o[column > 0]
+    base.neg_()
+    return F.mse_loss(chosen, t[column > 0])
+
+
+# Masks that are not the same, though each chooses as many rows as the other
+AS_MANY: dict[str, Loss] = {
+    "another comparison": lambda o, t: F.mse_loss(o[t[:, 0] > 0], t[t[:, 0] <= 0]),
+    "another number": lambda o, t: F.mse_loss(o[t[:, 2] > 0], t[t[:, 2] > -1]),
+    "another operand": lambda o, t: F.mse_loss(o[t[:, 0] > 0], t[t[:, 1] > 0]),
+    "written between": written_between,
+    "made of what is written": made_of_what_is_written,
+}
+
+
+@pytest.mark.parametrize("name", AS_MANY)
+def test_masks_that_choose_as_many_rows_are_not_taken_for_one(name: str) -> None:
+    with pytest.raises(gp.GraphparError, match=r"depends on values.*test_unchosen.py:\d+"):
+        gp.export(Net(), (X,), loss_fn=AS_MANY[name], targets=(HALVES,))
+
+
 REFUSED: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "spread": (X, lambda o, m: o[m].std(), (ROWS,), r"std \(test_unchosen.py:\d+\) needs a size made by index \(test_unchosen"),
     "sorted": (X, lambda o, m: o[m].sort(0)[0].sum(), (ROWS,), r"sort \(test_unchosen.py:\d+\)"),
