@@ -27,7 +27,10 @@ if ((nodes * devices != {ranks})); then
 fi
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 if ((nodes == 1)); then
-    exec torchrun --standalone --nproc-per-node "$devices" {script} "$@"
+    # Ranks of one node meet in a file and on its loopback, where no other machine reaches them.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    exec torchrun --nproc-per-node "$devices" --local-addr localhost --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
+        --rdzv-conf store_type=file --rdzv-endpoint "$(mktemp)" {script} "$@"
 fi
 if [[ -z ${{HEAD:-}} ]]; then
     echo "launch.sh: set HEAD to the name or address of one node, the same on all" >&2

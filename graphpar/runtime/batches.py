@@ -63,11 +63,11 @@ def leaf_paths(name: str, value: Any) -> list[str]:
     return result
 
 
-def _flat(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the tensors of a batch whose arguments are given as the model takes them: in lists and mappings, with numbers beside.
+def flattened(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a batch or an example has by the names of inputs; arguments may be lists and mappings, as the model takes them.
 
     Raises:
-        RuntimeProgramError: what is no tensor is another value than the model was compiled with.
+        RuntimeProgramError: a number or another argument that is no tensor differs from what the model was compiled with.
     """
     if all(isinstance(value, Tensor) for value in batch.values()):
         return batch
@@ -76,8 +76,8 @@ def _flat(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
         found.update(zip(leaf_paths(name, value), tree_leaves(value), strict=True))
     for name, value in list(found.items()):
         if name in program.plain:
-            if isinstance(value, Tensor) or value != program.plain[name]:
-                shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            if not isinstance(value, PLAIN) or value != program.plain[name]:
+                shown = repr(value) if isinstance(value, PLAIN) else f"a {type(value).__name__}"
                 raise RuntimeProgramError(
                     f"the model was compiled with {name}={program.plain[name]!r}, which is part of the program, and is given {shown}: "
                     "compile it again with example inputs that have that"
@@ -293,7 +293,7 @@ def together(
         raise RuntimeProgramError(
             f"{len(batches)} batches one after the other are not one batch that has all of them: {reason}"
         )
-    return [_flat(program, each) for each in batches]
+    return [flattened(program, each) for each in batches]
 
 
 def agree_on_number(batches: Sequence[object]) -> None:

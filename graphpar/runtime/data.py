@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from graphpar.runtime.batches import flattened
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
@@ -135,10 +136,11 @@ class _Collate:
     """Joins the inputs ``names`` of examples."""
 
     def __init__(self, program: Manifest, names: Sequence[str]) -> None:
+        self._program = program
         self._inputs = [program.input(name) for name in names]
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        joined = {}
+        joined, examples = {}, [flattened(self._program, example) for example in examples]
         for spec in self._inputs:
             shape = [size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim]
             values = []

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 import graphpar as gp
 from graphpar.runtime import Pipeline, distributed, launch, start
+from graphpar.runtime.data import load
 from graphpar.runtime.errors import RuntimeProgramError
 
 
@@ -107,6 +108,15 @@ def test_arguments_are_given_as_the_model_takes_them(tmp_path: Path) -> None:
         for given in ({**whole, **target}, flat, [{**whole, **target}]):
             torch.testing.assert_close(pipeline.step(given), true)
             torch.testing.assert_close((pipeline.eval(given) or {})["loss"], true)
+        rows = [
+            {
+                "x": whole["x"][row], "context": {"shift": {"by": whole["context"]["shift"]["by"][row]}},
+                "levels": [level[row] for level in whole["levels"]], "steps": 2, "of": {"y": torch.zeros(4)},
+            }
+            for row in range(8)
+        ]  # fmt: skip
+        (loaded,) = load(pipeline, lambda: rows, once=True)  # type: ignore[arg-type,return-value]
+        torch.testing.assert_close(pipeline.step(loaded), true)
         for other in ({"steps": 3}, {"gate": 1.0}, {"gate": torch.ones(8, 4)}):
             ((name, _),) = other.items()
             with pytest.raises(
