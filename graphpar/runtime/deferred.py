@@ -130,7 +130,14 @@ class Recorder(TorchDispatchMode):
         torch.default_generator.manual_seed(seed)
         try:
             with ExitStack() as stack:
-                for each in (self.mode, self, _FromMemory(self), _loaded_for_real(), self._whole_functions()):
+                for each in (
+                    self.mode,
+                    self,
+                    _FromMemory(self),
+                    _loaded_for_real(),
+                    _not_saved(),
+                    self._whole_functions(),
+                ):
                     stack.enter_context(each)  # type: ignore[arg-type]
                 for change in (_copies(), _converted_in_place(self.mode)):
                     stack.enter_context(change)
@@ -468,6 +475,21 @@ def _loaded_for_real() -> Iterator[None]:
     finally:
         torch.load = files.load = loads
         files._load, files._legacy_load = inner, legacy
+
+
+@contextmanager
+def _not_saved() -> Iterator[None]:
+    """Stop ``torch.save`` before it opens a file: fake tensors have no values, and half a file would be left."""
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeProgramError("model() calls torch.save, but is built without values here; save outside of it")
+
+    files: Any = torch.serialization
+    opens, files._open_zipfile_writer = files._open_zipfile_writer, refuse
+    try:
+        yield
+    finally:
+        files._open_zipfile_writer = opens
 
 
 @contextmanager
