@@ -27,6 +27,7 @@ from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_degrees,
     check_dp_mean,
+    check_heads,
     check_microbatch_size,
     check_offload,
     check_overlap,
@@ -196,7 +197,11 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
 
     Args:
         show: is called with what a search is at.
+
+    Raises:
+        GraphparError: the program can't be planned so; the message says why.
     """
+    check_heads(program, asked.mesh.get("tp", 1), asked.pins.shard_plan)
     program = with_dropout(program, asked.pins.dropout)
     if program.mode == GENERATE:
         pins, mesh = pins_of_generation(asked.pins, asked.mesh, asked.size)

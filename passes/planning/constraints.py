@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
-from graphpar.annotations.values import Spec, allows, spec_text
+from graphpar.annotations.values import WHOLE, Spec, allows, spec_text
+from graphpar.cost_models.flops import operator_flops
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.program import Program
+from graphpar.ir.program import Program, module_path, operator_name, value_of
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.coupled import coupled_text, placed_axes
 from graphpar.passes.planning.recomputation import AUTO, BESIDE_OFFLOAD, OF_THE_MODEL, check_beside_rings
 from graphpar.passes.planning.sharded_state import (
@@ -164,6 +166,45 @@ def check_replicas(
             if axis not in placed:
                 why = f"the {degrees[axis]} ranks of {axis} take rows of their own, and nothing is placed on it; leave the pin out"
                 raise refused(path, given or {}, axis, why)
+
+
+def check_heads(program: Program, degree: int, shard_plan: Mapping[str, Any] | None) -> None:
+    """Check that ``degree`` ranks of tp, which the user gave, divide the heads of some attention.
+
+    An attention of one head, which no degree divides, does not count, nor does one whose parameters the shard plan keeps whole on tp.
+
+    Raises:
+        GraphparError: there is attention, and the degree divides the heads of none.
+    """
+    if degree == 1:
+        return
+    graphs = [("", program.graph), *((name, block.graph) for name, block in program.blocks.items())]
+    rows, heads, flops, total = program.batch, dict[str, int](), 0.0, 0.0
+    for scope, graph in graphs:
+        count = len(program.prefixes(scope))
+        for node in graph.nodes:
+            if node.op != "call_function" or not record_of(node).multiplies:
+                continue
+            work = operator_flops(node, rows) * count
+            total += work
+            number = value_of(node.args[0]).shape[-3] if operator_name(node) == "scaled_dot_product_attention" else 1
+            if isinstance(number, int) and number > 1:
+                heads[module_path(node)] = number
+                flops += work
+    if not heads or any(number % degree == 0 for number in heads.values()):
+        return
+    pins = resolve(shard_plan or {}, names_of(program), {"tp": degree}).parameters
+    whole = {name for name, spec in pins.items() if spec["tp"] <= WHOLE}
+    for path, number in heads.items():
+        below = {name for name in program.parameters if name.startswith(f"{path}.")}
+        if below - whole:
+            fits = [each for each in range(2, number + 1) if number % each == 0]
+            pattern = ".".join("*" if part.isdecimal() else part for part in path.split("."))
+            raise GraphparError(
+                f"tp={degree} divides the heads of no attention, such as the {number} of {path}: each rank would compute all of it, "
+                f"{100 * flops / total:.2g} % of the flops of matrix products. Take tp={listed(list(map(str, fits)), 4)}, or accept it "
+                f"with the pin {{{pattern!r}: 'replicate'}}."
+            )
 
 
 def idle_pins(mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program) -> list[str]:

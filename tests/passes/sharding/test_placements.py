@@ -138,9 +138,20 @@ def llama(heads: int = 6, vocab: int = 96) -> Program:
     return gp.export(lambda: LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
 
 
+WHOLE_ATTENTION = {"model.layers.*.self_attn": "replicate"}
+
+
+def test_heads_that_a_degree_does_not_divide_are_refused() -> None:
+    with pytest.raises(
+        GraphparError,
+        match=r"tp=4 divides the heads of no attention, such as the 6 of model.layers.0.self_attn.*Take tp=2, 3, 6, or accept",
+    ):
+        gp.plan(llama(), mesh={"tp": 4})
+
+
 def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
-    plan = gp.plan(llama(), mesh={"tp": 4})
-    (warning,) = plan.sharding.undivided
+    plan = gp.plan(llama(), mesh={"tp": 4}, shard_plan=WHOLE_ATTENTION)
+    (warning,) = (line for line in plan.sharding.undivided if "heads" in line)
     assert "self_attn: 6 heads don't divide over tp=4" in warning and warning in plan.warnings
     assert weights_in(plan, "model.layers.0.mlp.") == {
         "gate_proj.weight": "S(0)", "up_proj.weight": "S(0)", "down_proj.weight": "S(1)",
@@ -155,7 +166,8 @@ def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
 )
 def test_uneven_heads_and_vocabularies_are_exact(sizes: dict[str, int], mesh: dict[str, int]) -> None:
     program = llama(**sizes)
-    (result,) = verify_all([gp.partition(program, gp.plan(program, mesh=mesh))])
+    whole = WHOLE_ATTENTION if mesh == {"tp": 4} else {}
+    (result,) = verify_all([gp.partition(program, gp.plan(program, mesh=mesh, shard_plan=whole))])
     assert result.ok, result.max_error
 
 
@@ -330,5 +342,6 @@ def test_heads_that_do_not_divide_are_told_however_little_they_compute() -> None
     )  # fmt: skip
     ids = torch.zeros(4, 4, dtype=torch.int64)
     program = gp.export(lambda: LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
-    (line,) = gp.plan(program, mesh={"tp": 3}).sharding.undivided
+    plan = gp.plan(program, mesh={"tp": 3}, shard_plan=WHOLE_ATTENTION)
+    (line,) = (line for line in plan.sharding.undivided if "heads" in line)
     assert "4 heads don't divide over tp=3" in line and float(line.rpartition("(")[2].split(" %")[0]) < 1
