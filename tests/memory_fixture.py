@@ -18,8 +18,9 @@ def main(program: str, batch: str, out: Path) -> None:
         pipeline = Pipeline(program, ranks.device)
         for stage in pipeline.stages:
             for value in [*stage.parameters(), *stage.buffers()]:
+                equal = torch.Generator().manual_seed(value.numel())  # those of a tie, on whichever ranks
                 with torch.no_grad():
-                    value.normal_(0, 0.05) if value.is_floating_point() else value.zero_()
+                    value.normal_(0, 0.05, generator=equal) if value.is_floating_point() else value.zero_()
         rows = load_file(batch)
         with Live() as live:
             pipeline.step(rows, step=0)  # makes the buffers of boundaries
