@@ -162,7 +162,7 @@ class Program:
         default_factory=dict
     )  # until cast_weights: parameters stored in another dtype
     warnings: tuple[str, ...] = ()
-    retrace: Callable[[int, int | None], Program] | None = None  # at so many rows, the same as at others: the example's, or as given
+    retrace: Callable[[int, int | None], Program] | None = None  # at so many rows, as at others or the example's
     source: ModelSource | None = None
     couplings: tuple[Coupling, ...] = ()
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations

@@ -165,7 +165,7 @@ def test_what_a_model_file_defines_after_an_import_of_all_names_is_its_own(tmp_p
     assert made["lr_schedule"](1) == 1
     for other in (f"RATE = 0.25\nfrom base import *\n\n{own}", f"from base import *\nRATE = RATE / 2\n\n{own}"):
         (tmp_path / "model.py").write_text(other)
-        with pytest.raises(GraphparError, match="needs RATE of .* and another RATE"):
+        with pytest.raises(GraphparError, match=r"needs RATE of .* and another RATE"):
             optimizer_file(tmp_path / "model.py")
 
 

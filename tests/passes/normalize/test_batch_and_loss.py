@@ -295,7 +295,11 @@ def _limited(o: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [lambda o: o.mean() * (2.0 if len(o) > 8 else 1.0), lambda o: o.relu().mean() if len(o) > 8 else o.mean(), _limited],
+    [
+        lambda o: o.mean() * (2.0 if len(o) > 8 else 1.0),
+        lambda o: o.relu().mean() if len(o) > 8 else o.mean(),
+        _limited,
+    ],
 )
 @pytest.mark.parametrize(("mesh", "size"), [("dp_replicate=2", 6), ("dp_replicate=2", 3), ("dp_replicate=1", 6)])
 def test_a_model_that_is_another_one_for_the_global_batch(loss_fn: Loss, mesh: str, size: int) -> None:
