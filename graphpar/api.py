@@ -142,8 +142,8 @@ def _exported(
     if raw.retrace is not None:
         retrace = raw.retrace
 
-        def at_size(size: int) -> Program:
-            again = run_passes(retrace(size), row_list, skip=skip)[0]
+        def at_size(size: int, whole: int | None) -> Program:
+            again = run_passes(retrace(size, whole), row_list, skip=skip)[0]
             again.source, again.retrace = raw.source, at_size
             return again
 

@@ -84,7 +84,7 @@ def _drawing(program: Program, dropout: str) -> Program:
         node.kwargs = options | ({"kernel": True} if dropout == KERNEL else {})
     if program.retrace is not None:
         retrace = program.retrace
-        made.retrace = lambda size: with_dropout(retrace(size), dropout)
+        made.retrace = lambda size, whole: with_dropout(retrace(size, whole), dropout)
     told = {EXACT: WRITTEN_OUT, KERNEL: OF_THE_SPLIT}
     kept = [line for line in program.warnings if line not in told.values()]
     return replace(made, warnings=(*kept, told[dropout]))

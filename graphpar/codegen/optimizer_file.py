@@ -91,7 +91,8 @@ def _needed(path: Path, root: Path, names: Iterable[str], reference: str | None,
             )
         assert isinstance(statement, ast.ImportFrom)
         taken = {alias.name: alias.asname or alias.name for alias in statement.names}
-        wanted = used if "*" in taken else {name for name, bound in taken.items() if bound in used}
+        own = {each for each, made in named.items() if made[0].lineno > statement.lineno and not _reads(made[0], each)}
+        wanted = used - own if "*" in taken else {name for name, bound in taken.items() if bound in used}
         name = _absolute(statement, reference)
         texts += _needed(beside, root, sorted(wanted), name, defined)
         texts += [f"{bound} = {name}" for name, bound in taken.items() if bound in used and bound != name]
@@ -125,6 +126,12 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+def _reads(statement: ast.stmt, name: str) -> bool:
+    """Whether what gives ``name`` a value may read it, as it was before."""
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return any(node.id == name for node in names)
 
 
 def _text(statement: ast.stmt, lines: list[str], reference: str | None) -> str:

@@ -299,11 +299,15 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     return program
 
 
-def _retrace(request: Request, why: Exception | None, size: int) -> Program:
-    """Trace for microbatches of ``size`` rows; the program must be the same but for the size."""
-    program = _trace_static(request, size, why, other_size=request.batch if size != request.batch else None)
+def _retrace(request: Request, why: Exception | None, size: int, whole: int | None) -> Program:
+    """Trace for microbatches of ``size`` rows; but for the size, it must be the program of ``whole`` rows, by default the example's."""
+    whole = request.batch if whole is None else whole
+    program = _trace_static(request, size, why, other_size=whole if size != whole else None)
     if program.unsplittable is not None:
-        raise GraphparError(f"The model is another one for microbatches of {size} rows: {program.unsplittable}.")
+        raise GraphparError(
+            f"The model is another one for microbatches of {size} rows: {program.unsplittable}. Make what it does independent of the "
+            "number of rows, or give an example of the global batch and run that whole: one microbatch, and no replicas."
+        )
     return program
 
 

@@ -162,7 +162,7 @@ class Program:
         default_factory=dict
     )  # until cast_weights: parameters stored in another dtype
     warnings: tuple[str, ...] = ()
-    retrace: Callable[[int], Program] | None = None
+    retrace: Callable[[int, int | None], Program] | None = None  # at so many rows, as at others or the example's
     source: ModelSource | None = None
     couplings: tuple[Coupling, ...] = ()
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
@@ -209,7 +209,16 @@ class Program:
         if self.symbolic or size == self.batch:
             return self
         assert self.retrace is not None
-        return self.retrace(size)
+        return self.retrace(size, None)
+
+    def check_batch(self, size: int, whole: int) -> None:
+        """Check that microbatches of ``size`` rows run the program that a batch of ``whole`` rows does, where the example has others.
+
+        Raises:
+            GraphparError: the model does something else with so many rows, such as another branch.
+        """
+        if self.retrace is not None and not self.of_one_size and whole not in (size, self.batch):
+            self.retrace(size, whole)
 
     def input(self, name: str) -> Input:
         """Look up the root input ``name``; ``KeyError`` if there is none."""

@@ -67,7 +67,7 @@ from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import AXIS, ZERO1_BY
-from graphpar.runtime.modes import TRAIN
+from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -210,6 +210,8 @@ def _plan(
     check_reshard(mesh, level_of(mesh, pins.zero), pins.reshard or "default")
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
+    if program.mode != GENERATE:
+        program.check_batch(size, batch)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     zero = zero_level(program, mesh, pins.zero)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)

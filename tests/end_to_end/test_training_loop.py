@@ -152,6 +152,23 @@ def test_optimizer_py_has_what_it_needs_of_files_beside_the_model(tmp_path: Path
         optimizer_file(tmp_path / "model.py")
 
 
+def test_what_a_model_file_defines_after_an_import_of_all_names_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text(
+        "import torch\nRATE = 0.5\nSCALE = 3\n\ndef optimizer(named):\n    return missing\n\ndef lr_schedule(made):\n    return made\n"
+    )
+    own = "def optimizer(named):\n    return torch.optim.SGD([p for _, p in named], lr=RATE * SCALE)\n"
+    (tmp_path / "model.py").write_text(f"from base import *\nRATE = 0.25\n\n{own}")
+    text = optimizer_file(tmp_path / "model.py")
+    made: dict[str, Any] = {}
+    exec(compile(text or "", "optimizer.py", "exec"), made)
+    assert made["optimizer"]([("a", torch.zeros(1, requires_grad=True))]).param_groups[0]["lr"] == 0.75
+    assert made["lr_schedule"](1) == 1
+    for other in (f"RATE = 0.25\nfrom base import *\n\n{own}", f"from base import *\nRATE = RATE / 2\n\n{own}"):
+        (tmp_path / "model.py").write_text(other)
+        with pytest.raises(GraphparError, match=r"needs RATE of .* and another RATE"):
+            optimizer_file(tmp_path / "model.py")
+
+
 def test_a_file_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     model, batch = source.Net(), torch.zeros(4, 8)
     program = gp.export(model, (batch,), loss_fn=lambda output: output.sum())

@@ -289,6 +289,30 @@ def test_a_model_that_is_another_one_for_smaller_batches() -> None:
         program.at_batch(1)
 
 
+def _limited(o: Tensor) -> Tensor:
+    return o.mean() / (len(o) if len(o) <= 6 else 6)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda o: o.mean() * (2.0 if len(o) > 8 else 1.0),
+        lambda o: o.relu().mean() if len(o) > 8 else o.mean(),
+        _limited,
+    ],
+)
+@pytest.mark.parametrize(("mesh", "size"), [("dp_replicate=2", 6), ("dp_replicate=2", 3), ("dp_replicate=1", 6)])
+def test_a_model_that_is_another_one_for_the_global_batch(loss_fn: Loss, mesh: str, size: int) -> None:
+    program = gp.export(Net(), (X,), loss_fn=loss_fn)
+
+    gp.plan(program, mesh=mesh, microbatch_size=3)  # of the example's rows
+    if loss_fn is _limited and size == 6:
+        gp.plan(program, global_batch=12, mesh=mesh, microbatch_size=size)  # 6 is 6 for 6 rows, and for 12
+        return
+    with pytest.raises(gp.GraphparError, match=f"another one for microbatches of {size} rows: .* 12"):
+        gp.plan(program, global_batch=12, mesh=mesh, microbatch_size=size)
+
+
 def test_outputs_of_inference_must_be_rows() -> None:
     rows = gp.export(Net(), (X,), mode="infer")
     mean = gp.export(Applied(lambda o: o.mean(0)), (X,), mode="infer")
