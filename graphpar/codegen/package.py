@@ -52,6 +52,7 @@ from graphpar.emitted import (
     ring_products,
     rotary,
 )
+from graphpar.errors import GraphparError
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
@@ -385,10 +386,18 @@ def _gathered_in(program: Program) -> str | None:
     return None if dtype is None else NAMES.get(dtype)
 
 
+SEVERAL = 8
+"""A model that is traced for numbers of rows is tried with so many batches, which a step may have one after the other as one."""
+
+
 def _whole(program: Program, plan: Plan) -> dict[str, str]:
     """Say why a batch can't be computed in parts, one after the other, where the user does not accept what comes of it."""
     if program.unsplittable is not None:
         return {"unsplittable": program.unsplittable}
+    try:
+        program.check_batch(plan.microbatch_size, plan.global_batch * SEVERAL)
+    except GraphparError as error:
+        return {"unsplittable": str(error).rstrip(".")}
     if plan.allow_batch_coupling or not program.couplings:
         return {}
     first, *others = program.couplings

@@ -241,6 +241,10 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
     split = _typed(found["split_points"], list | tuple, shown, "split_points", "a list of module paths")
     for name in ("loss_fn", "optimizer", "lr_schedule"):
         _require(found[name] is None or callable(found[name]), shown, name, found[name], "a function")
+    if targets is not None and found["loss_fn"] is None:
+        raise GraphparError(
+            f"{shown} has example_targets, but no loss_fn that takes them: loss_fn = lambda output, target: ..."
+        )
     return ModelFile(
         model=model,
         args=args,

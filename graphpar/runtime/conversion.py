@@ -65,7 +65,8 @@ def inspected(path: str | Path) -> list[dict[str, Any]]:
     """
     latest = find(path)
     several = [] if (Path(path) / RECORD).is_file() else whole_checkpoints(Path(path))
-    return [{**_described(folder), "latest": folder == latest} for folder in several or [latest]]
+    folders = several if latest in several else [*several, latest]  # one that is damaged raises
+    return [{**_described(folder), "latest": folder == latest} for folder in folders]
 
 
 def _described(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def torchrun(
         command += [f"--rdzv-id={logs.name}", f"--log-dir={logs / 'ranks'}", "--redirects=2"]
         command += [*(["--module"] if module else []), str(target), *args]
         kept = [sys.executable, "-I", "-S", keeper.__file__, scratch, *map(str, folders), "--", *command]
-        usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **_loopback()}
+        usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables = {**usual, **os.environ, LAUNCHED: "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
         started = time.monotonic()
         printed = _Printed(logs / "ranks", on_stdout, on_stderr)
@@ -124,12 +123,6 @@ def torchrun(
         if process.returncode == 0 and in_time:
             return LaunchResult(printed.stdout, printed.stderr + own, seconds)
         raise _error(_failures(logs / "ranks"), nproc, in_time, timeout_s, process.returncode, own, printed)
-
-
-def _loopback() -> dict[str, str]:
-    """Have the backends' own sockets, too, listen where only this machine reaches them."""
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

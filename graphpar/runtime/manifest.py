@@ -301,7 +301,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         parameters=interface.strings("parameters") if interface.has("parameters") else (),
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
         generation=interface.optional("generation", dict, {}),
-        wrapped=f"{path}." if (path := interface.optional("pretrained", dict, {}).get("path")) else "",
+        wrapped=f"{inner}." if (inner := interface.optional("pretrained", dict, {}).get("path")) else "",
     )
     _check(manifest, str(path))
     return manifest

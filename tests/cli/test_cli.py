@@ -508,6 +508,10 @@ def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureF
         ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
         ("model = int\nexample_inputs = ()\nsplit_points = 3\n", "split_points is of type int"),
         ("model = int\nexample_targets = ()\n", "It has example_targets.\n"),
+        (
+            "model = int\nexample_inputs = ()\nexample_targets = (1,)\n",
+            "has example_targets, but no loss_fn that takes them",
+        ),
         ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
     ],
 )

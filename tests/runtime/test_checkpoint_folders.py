@@ -212,3 +212,14 @@ def test_boxes_are_in_the_folder(saved: Path, tmp_path: Path) -> None:
         signed(saved)
         with pytest.raises(RuntimeProgramError, match=r"has a box that is not in the folder"):
             conversion.read_model(saved)
+
+
+def test_a_damaged_latest_checkpoint_is_not_left_out_of_what_is_there(saved: Path) -> None:
+    other = converted(saved.parent / "2")
+    assert [each["latest"] for each in conversion.inspected(saved.parent)].count(True) == 1
+    latest = find(saved.parent)
+    assert latest in (saved, other)
+    file = latest / "checkpoint.json"
+    file.write_text(file.read_text().replace('"step"', '"stop"'))
+    with pytest.raises(RuntimeProgramError, match="is damaged"):
+        conversion.inspected(saved.parent)

@@ -351,7 +351,9 @@ def test_a_broken_plan_says_what_is_broken(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "out", stages=2, ranks=[0, 1])
     plan = json.loads((program / "plan.json").read_text())
     (program / "plan.json").write_text(json.dumps({**plan, "global_batch": 9}))
-    with pytest.raises(RuntimeProgramError, match="4 microbatches of 2 are not a global batch of 9"):
+    with pytest.raises(
+        RuntimeProgramError, match=r"plan\.json is broken: 4 microbatches of 2 are not a global batch of 9"
+    ):
         load_manifest(program)
     (program / "plan.json").write_text(json.dumps({**plan, "recompute": "full"}))
     with pytest.raises(RuntimeProgramError, match="recompute is 'full', but no stage recomputes"):

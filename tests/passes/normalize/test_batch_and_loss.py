@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,6 +313,15 @@ def test_a_model_that_is_another_one_for_the_global_batch(loss_fn: Loss, mesh: s
         return
     with pytest.raises(gp.GraphparError, match=f"another one for microbatches of {size} rows: .* 12"):
         gp.plan(program, global_batch=12, mesh=mesh, microbatch_size=size)
+
+
+def test_a_model_that_is_another_one_for_several_batches_takes_one(tmp_path: Path) -> None:
+    """Several stand for one that has all of their rows."""
+    for most, reason in ((12, "another one for microbatches of 6 rows"), (10**6, None)):
+        program = gp.export(Net(), (X,), loss_fn=lambda o, most=most: o.mean() * (2.0 if len(o) > most else 1.0))
+        folder = gp.partition(program, gp.plan(program)).save(tmp_path / str(most))
+        found = json.loads((folder / "plan.json").read_text())["interface"].get("unsplittable")
+        assert found is reason is None or (reason is not None and reason in found)
 
 
 def test_outputs_of_inference_must_be_rows() -> None:

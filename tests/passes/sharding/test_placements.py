@@ -190,7 +190,7 @@ def test_a_vocabulary_of_50257_is_padded_over_three() -> None:
         ),
         (
             5,
-            {"**.up_proj": "colwise"},
+            {"**.up_proj": "colwise", **WHOLE_ATTENTION},
             r"up_proj\.weight of shape \(96, 48\).*tp=5.*A dim can be sharded where the degree divides",
         ),
         (2, {"**.input_layernorm.weight": "S(3)@tp"}, "S\\(3\\)"),
