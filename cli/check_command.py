@@ -26,10 +26,8 @@ def run(options: argparse.Namespace) -> Result:
     """Check the types of every stage; the exit code is 1 where a problem is found."""
     folder = program_folder(options.out)
     with progress("checking the types of every stage"):
-        from graphpar.cli.plan_file import read_program
         from graphpar.verification.type_check import check_folder
 
-        read_program(folder)  # what contradicts itself is no program
         result = check_folder(folder)
     data: dict[str, Any] = result.to_json()
     return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)

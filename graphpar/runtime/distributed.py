@@ -161,11 +161,10 @@ def _local_store(rank: int, world_size: int, timeout: timedelta) -> Store | None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("MASTER_ADDR") not in LOOPBACK:
         return None
     address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name is not None else ():
-        os.environ.setdefault(
-            variable, name
-        )  # the backends' own sockets, too, listen where only this machine reaches them
+    loops = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loops:  # the backends' own sockets, too, listen where only this machine reaches them
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loops[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loops[0])
     listener = socket.create_server(address).detach() if rank == 0 else None
     return TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
 
