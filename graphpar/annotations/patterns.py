@@ -412,7 +412,7 @@ class _Sheet:
         for axes in self._claims.values():
             for axis, claims in axes.items():
                 for pattern, choice in claims:
-                    if self.degrees[axis] == 1 and R not in choice and pattern not in found.setdefault(axis, []):
+                    if self.degrees[axis] == 1 and not choice & WHOLE and pattern not in found.setdefault(axis, []):
                         found[axis].append(pattern)
         return {axis: tuple(patterns) for axis, patterns in found.items() if patterns}
 

@@ -52,20 +52,27 @@ SILENT = {"device", "layout", "pin_memory", "non_blocking", "cudnn_enable", "cud
 """Arguments that no result depends on: where a program runs, and the order (``path``) in which einsum takes its products."""
 
 
+LEFT_OUT = {"start": 0}
+"""What an argument is where it may be None and is."""
+
+
 def _tells_all(node: fx.Node, shown: Printed, spelling: Spelling, spelled: Expression) -> bool:
     """Whether each argument that differs from its default shows in the text: with the default in its place another would come out."""
-    others = (spelling(changed, shown) for changed in _at_defaults(node))
+    others = (spelling(changed, shown) for changed in _at_defaults(node, shown))
     return all(other is None or other.text != spelled.text for other in others)
 
 
-def _at_defaults(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield ``node`` with each argument that it is given in turn left at its default."""
+def _at_defaults(node: fx.Node, shown: Printed) -> Iterator[fx.Node]:
+    """Yield ``node`` with each argument that it is given in turn left at its default, if that reads otherwise: no end is no end."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     given = given_arguments(node)
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name in given and argument.has_default_value() and argument.name not in SILENT:
             default = argument.default_value
+            value = given[argument.name]
+            if shown(value).text == shown(default).text or (default is None and LEFT_OUT.get(argument.name) == value):
+                continue
             args = tuple(default if place == index else item for index, item in enumerate(node.args))
             kwargs = {key: default if key == argument.name else item for key, item in node.kwargs.items()}
             made = {"op": node.op, "target": node.target, "args": args, "kwargs": kwargs, "meta": node.meta}

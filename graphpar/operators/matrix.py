@@ -125,6 +125,14 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
+def heads_of(node: fx.Node) -> int:
+    """Return how many heads an attention has for tp to divide, those of each example where they are merged; else 0."""
+    if (record := RECORDS.get(operator_name(node))) is None or record.kind is not Kind.ATTENTION:
+        return 0
+    query = sizes_of(operands_of(node)[0])
+    return query[-3][0] if len(query) > 2 else 0
+
+
 def ring(node: fx.Node, context: Context) -> list[Placement]:
     """Queries, keys and values sharded along the sequence, if only their places say which keys a query sees."""
     operands, plain = operands_of(node), operator_name(node) == "scaled_dot_product_attention"

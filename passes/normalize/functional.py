@@ -334,7 +334,7 @@ class _Functionalizer:
         args = [target, *(fx.map_arg(a, self._read_buffers_too) for a in node.args[1:])]
         kwargs = fx.map_arg(dict(node.kwargs), self._read_buffers_too)
         source = args[1] if name in ("copy_", "fill_") else 0
-        if isinstance(source, fx.Node) and isinstance(value_of(source), Tensor) and name in ("copy_", "fill_"):
+        if isinstance(source, fx.Node) and isinstance(value_of(source), Tensor):
             if value_of(source).dtype != before.dtype:
                 source = self._call(node, _aten.to.dtype, (source, before.dtype))
             return self._call(node, _aten.expand_as.default, (source, target))

@@ -201,7 +201,7 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
     Raises:
         GraphparError: the program can't be planned so; the message says why.
     """
-    check_heads(program, asked.mesh.get("tp", 1), asked.pins.shard_plan)
+    check_heads(program, asked.mesh, asked.pins.shard_plan)
     program = with_dropout(program, asked.pins.dropout)
     if program.mode == GENERATE:
         pins, mesh = pins_of_generation(asked.pins, asked.mesh, asked.size)

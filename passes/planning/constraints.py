@@ -12,9 +12,10 @@ from graphpar.cost_models.flops import operator_flops
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.program import Program, module_path, operator_name, value_of
+from graphpar.ir.program import Program, module_path
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
+from graphpar.operators.matrix import heads_of
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.coupled import coupled_text, placed_axes
 from graphpar.passes.planning.recomputation import AUTO, BESIDE_OFFLOAD, OF_THE_MODEL, check_beside_rings
@@ -30,7 +31,7 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS, OFFLOADS, REPLICAS
 from graphpar.runtime.layout import R, Shard
 from graphpar.schedules.registry import get_schedule
-from graphpar.text import listed
+from graphpar.text import listed, share_text
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,19 @@ def check_replicas(
                 raise refused(path, given or {}, axis, why)
 
 
-def check_heads(program: Program, degree: int, shard_plan: Mapping[str, Any] | None) -> None:
-    """Check that ``degree`` ranks of tp, which the user gave, divide the heads of some attention.
+def check_heads(program: Program, degrees: Mapping[str, int], shard_plan: Mapping[str, Any] | None) -> None:
+    """Check that the ranks of tp divide the heads of some attention.
 
-    An attention of one head, which no degree divides, does not count, nor does one whose parameters the shard plan keeps whole on tp.
+    An attention of one head, which no degree divides, does not count, nor does one whose parameters the shard plan keeps whole on tp:
+    those of its module, or of the nearest around it that has any.
+
+    Args:
+        degrees: those of the axes that the user gave.
 
     Raises:
         GraphparError: there is attention, and the degree divides the heads of none.
     """
+    degree = degrees.get("tp", 1)
     if degree == 1:
         return
     graphs = [("", program.graph), *((name, block.graph) for name, block in program.blocks.items())]
@@ -187,23 +193,24 @@ def check_heads(program: Program, degree: int, shard_plan: Mapping[str, Any] | N
                 continue
             work = operator_flops(node, rows) * count
             total += work
-            number = value_of(node.args[0]).shape[-3] if operator_name(node) == "scaled_dot_product_attention" else 1
-            if isinstance(number, int) and number > 1:
+            if (number := heads_of(node)) > 1:
                 heads[module_path(node)] = number
                 flops += work
     if not heads or any(number % degree == 0 for number in heads.values()):
         return
-    pins = resolve(shard_plan or {}, names_of(program), {"tp": degree}).parameters
-    whole = {name for name, spec in pins.items() if spec["tp"] <= WHOLE}
+    names = names_of(program)
+    pins = resolve(shard_plan or {}, names, degrees).parameters
+    whole = {name for name, spec in pins.items() if "tp" in spec and spec["tp"] <= WHOLE}
     for path, number in heads.items():
-        below = {name for name in program.parameters if name.startswith(f"{path}.")}
-        if below - whole:
+        while path and not names.below(path):
+            path = path.rpartition(".")[0]
+        if set(names.below(path)) - whole:
             fits = [each for each in range(2, number + 1) if number % each == 0]
-            pattern = ".".join("*" if part.isdecimal() else part for part in path.split("."))
+            pattern = ".".join("*" if part.isdecimal() else part for part in path.split(".")) or "**"
             raise GraphparError(
-                f"tp={degree} divides the heads of no attention, such as the {number} of {path}: each rank would compute all of it, "
-                f"{100 * flops / total:.2g} % of the flops of matrix products. Take tp={listed(list(map(str, fits)), 4)}, or accept it "
-                f"with the pin {{{pattern!r}: 'replicate'}}."
+                f"tp={degree} divides the heads of no attention, such as the {number} of {path or program.name}: each rank would compute "
+                f"all of it, {share_text(flops / total)} of the flops of matrix products. Take tp={listed(list(map(str, fits)), 4)}, or "
+                f"accept it with the pin {{{pattern!r}: 'replicate'}}."
             )
 
 

@@ -9,13 +9,14 @@ from torch import fx
 from graphpar.cost_models.flops import operator_flops
 from graphpar.ir.program import module_path, operator_name
 from graphpar.ir.sharding import Decision, Sharding
-from graphpar.operators.placement import sizes_of
+from graphpar.operators.matrix import heads_of
 from graphpar.operators.table import record_of
 from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.keys import keyed
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types
 from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import I, R, Type
+from graphpar.text import share_text
 
 
 @dataclass
@@ -77,14 +78,13 @@ def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
             if flops > 0.01 * total or _undivided_heads(operator, axis, degree):
                 line = _undivided(operator, axis, place, degree)
                 found[line] = found.get(line, 0.0) + flops / total
-    return tuple(f"{line} ({100 * share:.2g} % of the flops of matrix products)." for line, share in found.items())
+    shares = {line: f"{share:.0%}" if share >= 0.01 else share_text(share) for line, share in found.items()}
+    return tuple(f"{line} ({share} of the flops of matrix products)." for line, share in shares.items())
 
 
 def _undivided_heads(operator: Operator, axis: str, degree: int) -> int:
     """Return the number of heads of an attention that ``degree`` does not divide; else 0."""
-    if operator_name(operator.node) != "scaled_dot_product_attention" or AXIS[axis].divides is not Divides.WEIGHTS:
-        return 0
-    heads = int(sizes_of(operator.operands[0])[-3][0])
+    heads = heads_of(operator.node) if AXIS[axis].divides is Divides.WEIGHTS else 0
     return heads if heads % degree else 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import graphpar as gp
-from graphpar.codegen.spelling import SILENT, spell
+from graphpar.codegen.spelling import LEFT_OUT, SILENT, spell
 from graphpar.operators.prove import Call, node_of
 from graphpar.operators.spelling import Expression, literal
 from graphpar.operators.table import TABLE
@@ -89,8 +89,8 @@ def test_each_argument_shows_in_the_text(name: str) -> None:
         ]
         plain = text(first)
         for place, (argument, given) in enumerate(zip(described, options)):
-            others = [value for value in given if value != first[place]]
-            for other in [] if argument.name in SILENT else others:
+            same = (first[place], LEFT_OUT.get(argument.name) if first[place] is None else None)
+            for other in [] if argument.name in SILENT else [value for value in given if value not in same]:
                 changed = text([*first[:place], other, *first[place + 1 :]])
 
                 assert changed != plain, f"{target}: {argument.name}={other!r} does not show in {plain}"

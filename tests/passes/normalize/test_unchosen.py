@@ -115,9 +115,8 @@ def test_rows_that_the_model_chooses_run_whole() -> None:
     assert_same(run(program, case), eager(case))
 
 
-HALVES = torch.tensor([1.0, -1, 1, -1, 1, -1])[:, None] * torch.tensor(
-    [1.0, -1, 2, 1, 3]
-)  # as many of each sign in every column
+SIGNS = torch.tensor([1.0, -1, 1, -1, 1, -1])
+HALVES = SIGNS[:, None] * torch.tensor([1.0, -1, 2, 1, 3])  # as many of each sign in every column
 
 
 def written_between(o: Tensor, t: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,6 +148,39 @@ def test_heads_that_a_degree_does_not_divide_are_refused() -> None:
         match=r"tp=4 divides the heads of no attention, such as the 6 of model.layers.0.self_attn.*Take tp=2, 3, 6, or accept",
     ):
         gp.plan(llama(), mesh={"tp": 4})
+
+
+class _Bare(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+class _Attends(nn.Module):
+    """The attention is in a module without parameters; its heads are merged with the batch, or apart."""
+
+    def __init__(self, merged: bool) -> None:
+        super().__init__()
+        self.up, self.bare, self.merged = nn.Linear(24, 24), _Bare(), merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(x).unflatten(-1, (6, 4)).transpose(1, 2)
+        return self.bare(q.flatten(0, 1) if self.merged else q).square().mean()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_heads_are_those_of_an_example_and_pinned_by_the_module_around_them(merged: bool) -> None:
+    class Net(nn.Sequential):
+        pass
+
+    program = gp.export(lambda: Net(_Attends(merged)), (torch.randn(8, 5, 24),))
+    with pytest.raises(GraphparError, match=r"the 6 of 0: .*with the pin \{'\*': 'replicate'\}"):
+        gp.plan(program, mesh={"tp": 4})
+    gp.plan(program, mesh={"tp": 4}, shard_plan={"0": "replicate"})
+    gp.plan(program, mesh={"tp": 3})
+    alone = gp.export(lambda: _Attends(merged), (torch.randn(8, 5, 24),))
+    with pytest.raises(GraphparError, match=r"the 6 of _Attends: .*with the pin \{'\*\*': 'replicate'\}"):
+        gp.plan(alone, mesh={"tp": 4})
+    gp.plan(alone, mesh={"tp": 4}, shard_plan={"**": "replicate"})
 
 
 def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
@@ -344,4 +378,4 @@ def test_heads_that_do_not_divide_are_told_however_little_they_compute() -> None
     program = gp.export(lambda: LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
     plan = gp.plan(program, mesh={"tp": 3}, shard_plan=WHOLE_ATTENTION)
     (line,) = (line for line in plan.sharding.undivided if "heads" in line)
-    assert "4 heads don't divide over tp=3" in line and float(line.rpartition("(")[2].split(" %")[0]) < 1
+    assert "4 heads don't divide over tp=3" in line and float(line.rpartition("(")[2].split("%")[0]) < 1
