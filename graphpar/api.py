@@ -9,6 +9,7 @@ parts.save("out/");  verify(parts);  check(parts)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,7 @@ def _exported(
     if raw.retrace is not None:
         retrace = raw.retrace
 
+        @functools.cache  # a search asks for a size several times, and each is two traces
         def at_size(size: int, whole: int | None) -> Program:
             again = run_passes(retrace(size, whole), row_list, skip=skip)[0]
             again.source, again.retrace = raw.source, at_size

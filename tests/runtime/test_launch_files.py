@@ -121,6 +121,30 @@ def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     assert len(losses[0]) == 3 and losses[0] == losses[1]
 
 
+@pytest.mark.sampled(1 / 3, of="real launches")
+def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_path: Path) -> None:
+    """The script says where torchrun and the backends listen; the losses are printed as ever."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\n"
+        "def note():\n"
+        "    if 'RANK' in os.environ:\n"
+        f"        with open({str(tmp_path / 'seen')!r}, 'a') as file:\n"
+        "            names = 'MASTER_ADDR', 'TORCHELASTIC_USE_AGENT_STORE', 'GLOO_SOCKET_IFNAME'\n"
+        "            print(*map(os.environ.get, names), file=file)\n"
+        "atexit.register(note)\n"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    losses = tmp_path / "losses.json"
+    ended = subprocess.run(
+        [program / "launch.sh", "--steps", "2", "--json", str(losses)],
+        env={**{name: value for name, value in os.environ.items() if "IFNAME" not in name}, "PYTHONPATH": search},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert len(json.loads(losses.read_text())) == 2
+    assert (tmp_path / "seen").read_text().splitlines() == ["localhost False lo"] * 2
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
