@@ -109,7 +109,15 @@ def _described(side: Side) -> dict[str, Any]:
 def _decisions(a: Plan, b: Plan) -> list[dict[str, Any]]:
     """Return the decisions that differ, with the value of each plan."""
     first, second = _decided(a), _decided(b)
-    return [{"name": name, "a": first[name], "b": second[name]} for name in first if first[name] != second[name]]
+    rows = [{"name": name, "a": first[name], "b": second[name]} for name in first if first[name] != second[name]]
+    if first["split"] == second["split"]:  # else it says what each stage has
+        modules = [compressed([stage.modules for stage in plan.stages]) for plan in (a, b)]
+        rows += [
+            {"name": f"modules of stage {index}", "a": one, "b": two}
+            for index, (one, two) in enumerate(zip(*modules))
+            if one != two
+        ]
+    return rows
 
 
 def _decided(plan: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_plan_is_equal_to_itself() -> None:
     data = difference(a, a)
     assert data["decisions"] == data["placements"] == [] and "equally fast" in data["summary"]
     assert all(row["difference"] == 0 for row in (*data["times"], *data["memory"], *data["ranks"]))
+
+
+def test_modules_that_were_moved_by_hand_are_told() -> None:
+    a = _side("a", mesh="pp=2")
+    one, two = a.plan.stages
+    moved = (replace(one, modules=one.modules[:-1]), replace(two, modules=(one.modules[-1], *two.modules)))
+    text = difference_lines(difference(a, Side("b", replace(a.plan, stages=moved), None)))
+    assert " Decisions that differ" in text and any("modules of stage 0: 0-1 | 0" in line for line in text)
 
 
 def test_other_batches_are_compared_for_each_row() -> None:
