@@ -60,7 +60,7 @@ from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.modes import GENERATE, INFER, MODES, TRAIN
-from graphpar.runtime.torch_versions import lines_kept
+from graphpar.runtime.torch_versions import least_multiples, lines_kept
 
 
 def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
@@ -358,6 +358,7 @@ def _exported(
         _watch_backwards(request.training),
         plain_regions(regions),
         lines_kept(request.loss_fn),
+        least_multiples(),
         masks_as_given(),
     ):
         warnings.simplefilter("ignore")

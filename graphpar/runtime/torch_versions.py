@@ -145,3 +145,31 @@ def lines_kept(function: Callable[..., Any] | None) -> Iterator[None]:
             anchors.discard(place)
         else:
             tracer._filter_traceback_frames = filtered
+
+
+@contextlib.contextmanager
+def least_multiples() -> Iterator[None]:
+    """Let traces know that of two multiples of a size the one with the smaller factor is smaller, which torch before 2.13 guards."""
+    if torch.__version__ >= "2.13":
+        yield
+        return
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._sympy.functions import Min
+
+    def least(*terms: Any) -> Any:
+        parts = [term.as_coeff_Mul() for term in terms]
+        same = len({rest for _, rest in parts}) == 1 and parts[0][1].is_positive
+        return min(terms, key=lambda term: term.as_coeff_Mul()[0]) if same else Min(*terms)
+
+    shapes: Any = ShapeEnv
+    evaluated = shapes._maybe_evaluate_static
+
+    def simplified(self: Any, expr: Any, *args: Any, **options: Any) -> Any:
+        return evaluated(self, expr.replace(Min, least) if isinstance(expr, sympy.Basic) else expr, *args, **options)
+
+    shapes._maybe_evaluate_static = simplified
+    try:
+        yield
+    finally:
+        shapes._maybe_evaluate_static = evaluated

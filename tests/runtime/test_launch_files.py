@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,12 @@ def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_pat
         "atexit.register(note)\n"
     )
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun is beside Python
     losses = tmp_path / "losses.json"
     ended = subprocess.run(
         [program / "launch.sh", "--steps", "2", "--json", str(losses)],
-        env={**{name: value for name, value in os.environ.items() if "IFNAME" not in name}, "PYTHONPATH": search},
+        env={name: value for name, value in os.environ.items() if "IFNAME" not in name}
+        | {"PYTHONPATH": search, "PATH": programs},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
