@@ -281,7 +281,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: f
     if kernel == "cpu":
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
         result, logsumexp = flash(query, key, value, 0.0, is_causal, scale=scale)
-        return result, logsumexp
+        return result, logsumexp.to(
+            torch.promote_types(query.dtype, torch.float32)
+        )  # torch 2.11 traces float64's as float32
     if kernel == "cuda":
         result, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, False, scale=scale

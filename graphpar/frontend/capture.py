@@ -55,7 +55,7 @@ from graphpar.frontend.watched import (
     unusual_apart,
 )
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, batch_coefficients
 from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
@@ -267,12 +267,26 @@ def _trace(request: Request) -> Program:
     symbolic_failure: Exception | None = None
     if any(dim is not None for dim in request.batch_dims):
         try:
-            return to_program(request, *_export(request, request.batch, symbolic=True), symbolic=True)
+            program = to_program(request, *_export(request, request.batch, symbolic=True), symbolic=True)
+            if program.mode == GENERATE or (odd := _odd_size(program)) is None:
+                return program
+            symbolic_failure = odd
         except GraphparError:
             raise
         except Exception as error:
             symbolic_failure = error
     return _trace_static(request, request.batch, symbolic_failure)
+
+
+def _odd_size(program: Program) -> GraphparError | None:
+    """Say which operator has a result of half a batch, or the like: torch 2.11 traces it, later versions fix the batch size."""
+    for node in program.graph.nodes:
+        try:
+            if node.users and isinstance(node.meta.get("val"), Tensor):
+                batch_coefficients(node)
+        except GraphparError as error:
+            return error
+    return None
 
 
 def _trace_static(request: Request, size: int, why: Exception | None, other_size: int | None = None) -> Program:

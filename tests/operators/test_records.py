@@ -160,6 +160,8 @@ def _kept(call: Call) -> Reads | None:
 
 @pytest.mark.parametrize("name", _with_records(lambda record: record is not UNKNOWN))
 def test_the_backward_reads_what_the_record_says(name: str) -> None:
+    if name == "aminmax" and torch.__version__ < "2.13":
+        pytest.skip("before, its backward read no operand")
     order = [Reads.NOTHING, Reads.RESULT, Reads.OPERANDS]
     kept = [found for call in calls()[name] if (found := _kept(call)) is not None]
 

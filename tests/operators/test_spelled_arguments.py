@@ -34,8 +34,8 @@ def _shown(item: Any) -> Expression:
 
 # ---- in print ------------------------------------------------------------------------------------------------------
 
-_NOT_TRACED = {"sublist", "str", "list_int", "list_float", "list_bool", "list_Tensor", "list_str", "t"}
-"""Overloads on Python's lists and strings, which no trace holds."""
+_NOT_TRACED = {"sublist", "str", "list_int", "list_float", "list_bool", "list_Tensor", "list_str", "t", "Dimname"}
+"""Overloads on Python's lists and strings and on names of dims, which no trace holds."""
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:

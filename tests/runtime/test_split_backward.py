@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from graphpar.runtime.split_backward import guard, is_whole
+from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 
 WIDTH = 4
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -84,4 +85,4 @@ def test_halves_are_exact(begin: int) -> None:
                 assert (one is None or not one.any()) and (other is None or not other.any()), seed
             else:
                 torch.testing.assert_close(one, other)
-    assert split > 20  # else nothing was tried
+    assert split > 20 if SPLITS_BACKWARD else split == 0  # else nothing was tried
