@@ -80,6 +80,12 @@ def test_no_name_leaves_its_comment(name: str) -> None:
     assert set(job) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
 
 
+@pytest.fixture(autouse=True)
+def _torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts find the torchrun beside this Python."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = gp.partition(example("gpt"), _plan(mesh={"pp": 2}))
@@ -135,12 +141,11 @@ def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_pat
         "atexit.register(note)\n"
     )
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun is beside Python
     losses = tmp_path / "losses.json"
     ended = subprocess.run(
         [program / "launch.sh", "--steps", "2", "--json", str(losses)],
         env={name: value for name, value in os.environ.items() if "IFNAME" not in name}
-        | {"PYTHONPATH": search, "PATH": programs},
+        | {"PYTHONPATH": search},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
