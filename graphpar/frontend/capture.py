@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_unflatten
 
@@ -60,7 +59,7 @@ from graphpar.ir.source import in_loop, stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.modes import GENERATE, INFER, MODES, TRAIN
-from graphpar.runtime.torch_versions import least_multiples, lines_kept
+from graphpar.runtime.torch_versions import functions_applied_by, least_multiples, lines_kept
 
 
 def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
@@ -486,14 +485,12 @@ def _watch_backwards(training: bool) -> Iterator[None]:
             "records only forward operators, so these gradients would be constants in the program; write the derivative out."
         )
 
-    # One class above Function, so that a method bound before, ``scaled = Scaled.apply``, is caught, too.
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     functions.custom_function_call = under_transforms
     autograd._engine_run_backward = transforms.jvp_increment_nesting = differentiates
     try:
-        yield
+        with functions_applied_by(apply):
+            yield
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         functions.custom_function_call = transformed
         autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 

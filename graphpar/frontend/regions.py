@@ -23,6 +23,7 @@ from graphpar.errors import GraphparError
 from graphpar.frontend.modes import FunctionMode, written_by
 from graphpar.ir.program import memory_of, operator_name
 from graphpar.ir.source import stack_line
+from graphpar.runtime.torch_versions import CHECKPOINTS
 
 
 class Regions:
@@ -139,7 +140,7 @@ class _WrittenAgain(FunctionMode):
 def plain_regions(regions: Regions) -> Iterator[None]:
     """Run regions without ``torch.utils.checkpoint``."""
     checkpoint: Any = torch.utils.checkpoint
-    before = checkpoint._checkpoint_without_reentrant_generator
+    before = getattr(checkpoint, CHECKPOINTS)
 
     def without_reentrance(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with regions.entered(function, False):
@@ -150,12 +151,12 @@ def plain_regions(regions: Regions) -> Iterator[None]:
         with grad, regions.entered(function, True):
             return function(*args)
 
-    checkpoint._checkpoint_without_reentrant_generator = without_reentrance
+    setattr(checkpoint, CHECKPOINTS, without_reentrance)
     checkpoint.CheckpointFunction.apply = staticmethod(reentrant)
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = before
+        setattr(checkpoint, CHECKPOINTS, before)
         del checkpoint.CheckpointFunction.apply
 
 

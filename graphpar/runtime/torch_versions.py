@@ -25,6 +25,75 @@ COMPILES_COLLECTIVES = torch.__version__ >= "2.13"
 """Whether ``torch.compile`` keeps all collectives of a graph: torch 2.11 leaves some out, and its numbers are wrong."""
 
 
+CHECKPOINTS = "_checkpoint_without_reentrant_generator" + ("_impl" if torch.__version__ >= "2.14" else "")
+"""The name in ``torch.utils.checkpoint`` of what runs a region without reentrance; it takes the region first."""
+
+
+@contextlib.contextmanager
+def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Let ``apply(cls, *arguments)`` run when custom autograd functions are applied, also by methods bound before: ``f = Scaled.apply``.
+
+    Since torch 2.14 a bound ``apply`` is not Python; it runs the class's ``forward``, which is replaced then.
+    """
+    function: Any = torch.autograd.Function
+    if not isinstance(vars(function).get("apply"), type(vars(torch._C._FunctionBase)["apply"])):
+        base = torch.autograd.function._SingleLevelFunction  # one class above Function, whose own apply calls it
+        base.apply = classmethod(apply)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del base.apply  # type: ignore[attr-defined]
+        return
+    plain = vars(function)["apply"]
+    classes = [cls for cls in _below(function) if "forward" in vars(cls) and not cls.__module__.startswith("torch.")]
+    forwards = [(cls, vars(cls)["forward"]) for cls in classes]
+
+    def applied(cls: type, *arguments: Any, **options: Any) -> Any:
+        transformed = torch._C._are_functorch_transforms_active()
+        return (torch.autograd.function.custom_function_call if transformed else apply)(cls, *arguments, **options)
+
+    function.apply = classmethod(applied)
+    for cls in classes:
+        cls.forward = staticmethod(_forward_by(apply, cls, cls.forward, function))
+    try:
+        yield
+    finally:
+        function.apply = plain
+        for cls, forward in forwards:
+            cls.forward = forward
+
+
+def _below(cls: Any) -> Iterator[Any]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _below(below)
+
+
+def _trace_gradients(enabled: bool) -> None:
+    """Say whether gradients are computed, unseen by a trace."""
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+
+
+def _forward_by(apply: Callable[..., Any], cls: Any, forward: Callable[..., Any], function: Any) -> Callable[..., Any]:
+    alone = cls.setup_context is not function.setup_context  # forward takes no context
+    inside = False
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return forward(*arguments, **options)
+        inside = True
+        _trace_gradients(True)  # a forward runs without
+        try:
+            return apply(cls, *(arguments if alone else arguments[1:]), **options)
+        finally:
+            _trace_gradients(False)
+            inside = False
+
+    return run
+
+
 class _OldBoundaries(_PipelineStage):
     """Lets some of the tensors that a stage receives and sends have no gradient: those whose examples have none.
 
@@ -153,7 +222,6 @@ def least_multiples() -> Iterator[None]:
     if torch.__version__ >= "2.13":
         yield
         return
-    import sympy
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.utils._sympy.functions import Min
 
@@ -166,7 +234,7 @@ def least_multiples() -> Iterator[None]:
     evaluated = shapes._maybe_evaluate_static
 
     def simplified(self: Any, expr: Any, *args: Any, **options: Any) -> Any:
-        return evaluated(self, expr.replace(Min, least) if isinstance(expr, sympy.Basic) else expr, *args, **options)
+        return evaluated(self, expr.replace(Min, least) if hasattr(expr, "free_symbols") else expr, *args, **options)
 
     shapes._maybe_evaluate_static = simplified
     try:

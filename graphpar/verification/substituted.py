@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
+from graphpar.runtime.torch_versions import CHECKPOINTS
 from graphpar.text import plural
 
 _plain_attention, _plain_dropout = F.scaled_dot_product_attention, F.dropout
@@ -166,7 +167,7 @@ class Substituted(TorchFunctionMode):
 def own_regions(substituted: Substituted) -> Iterator[None]:
     """Let the model's regions of ``torch.utils.checkpoint`` that begin inside draw the same masks when the backward runs them again."""
     checkpoint: Any = torch.utils.checkpoint
-    generator, apply = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+    generator, apply = getattr(checkpoint, CHECKPOINTS), checkpoint.CheckpointFunction.apply
 
     def drawn_again(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         calls = substituted.calls
@@ -186,10 +187,10 @@ def own_regions(substituted: Substituted) -> Iterator[None]:
 
         return apply(each, preserve, *args)
 
-    checkpoint._checkpoint_without_reentrant_generator = drawn_again
+    setattr(checkpoint, CHECKPOINTS, drawn_again)
     checkpoint.CheckpointFunction.apply = staticmethod(reentrant)
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = generator
+        setattr(checkpoint, CHECKPOINTS, generator)
         del checkpoint.CheckpointFunction.apply
