@@ -27,7 +27,6 @@ from torch import fx
 
 import graphpar as gp
 from graphpar.cost_models.flops import operator_flops
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Decision
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
@@ -35,6 +34,7 @@ from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import is_operator
 from graphpar.runtime.layout import Shard
+from graphpar.runtime.mesh import Mesh
 from graphpar.verification import Verification, verify_all
 from tests.architectures import ALL, program_of
 

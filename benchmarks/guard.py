@@ -85,7 +85,7 @@ CASES = (
     _pinned("llama", 4, "budget", mesh="dp_shard=2", recompute="budget:0.5"),
     _pinned("llama", 4, "gathers", mesh="tp=4", recompute="gathers"),
     _pinned("llama", 4, "by pattern", mesh="tp=2", recompute={"model.layers.*": "full", "model.layers.0": "none"}),
-    _pinned("llama", 4, "rings", mesh="tp=2", overlap_tp=True),
+    _pinned("llama", 4, "rings", mesh="tp=2", overlap_tp=True, shard_plan={"**.input_layernorm": "sequence"}),
     _pinned("llama", 4, "offload", mesh="tp=2", offload="optimizer,activations"),
     _pinned("llama", 4, "sequence", mesh="tp=2", shard_plan={"model.layers.*": "sequence"}),
     _pinned("llama", 4, "replicated", mesh="tp=2", shard_plan={"model.layers.*.self_attn": "replicate"}),

@@ -29,8 +29,8 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.cost_models.work import Attention, Collective, Phase, Work
 from graphpar.cost_models.work import Row as WorkRow
-from graphpar.ir.mesh import Mesh
 from graphpar.operators.contractions import Size
+from graphpar.runtime.mesh import Mesh
 
 ITEM = 2
 """Bytes of an element of what is exchanged, whatever products compute in."""

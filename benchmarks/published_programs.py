@@ -24,11 +24,11 @@ from graphpar.cost_models.work import Phase, Product, Traffic, Work
 from graphpar.cost_models.work import Row as WorkRow
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import solve
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.plan_record import DTYPES
 
 ROWS = 2

@@ -42,7 +42,6 @@ from graphpar.cost_models.calibrate import calibrate
 from graphpar.cost_models.contention import Watch
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import Recompute
 from graphpar.parts import untied
 from graphpar.passes.planning.candidates import Priced
 from graphpar.passes.planning.choose import choose
@@ -50,6 +49,7 @@ from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import planner_for
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
+from graphpar.runtime.option_kinds import Recompute
 
 CHUNK, WARM_UP, ROUNDS = 10, 1, 5
 FINALISTS, FINAL_ROUNDS = 5, 15

@@ -6,12 +6,13 @@ Wrong options are refused before any work: numbers are checked here, and unknown
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from graphpar.cli.output import USER_ERROR
-from graphpar.errors import near_match
+from graphpar.errors import GraphparError, near_match
+from graphpar.runtime.option_kinds import ANY_COUNT, COUNT, SECONDS
+from graphpar.runtime.options import Option, Request, flag_of, options_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,31 +66,51 @@ def _shown(action: argparse.Action) -> str:
     return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
-def count(text: str, least: int = 1) -> int:
-    """Read a whole number of at least ``least``: the type of an argument."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"it is {value}; it must be at least {least}.")
-    return value
+def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return ``parse`` as the type of an argument, whose errors argparse tells."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except GraphparError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
-def count_or_none(text: str) -> int:
-    """Read a whole number from 0: the type of an argument."""
-    return count(text, 0)
+count, count_or_none, seconds = typed(COUNT.parse), typed(ANY_COUNT.parse), typed(SECONDS.parse)
 
 
-def seconds(text: str) -> float:
-    """Read a finite number of seconds from 0: the type of an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds.") from None
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"it is {text}; it must be a number of seconds, from 0.")
-    return value
+def add_option(group: argparse._ActionsContainer, name: str, known: Option) -> None:
+    """Add an option of a plan to a parser, where it is None unless it is given."""
+    kind, flag = known.kind, flag_of(name, known)
+    if kind.flag == "either":
+        group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=known.help)
+    elif kind.flag:
+        group.add_argument(flag, dest=name, action="store_true", default=None, help=known.help)
+    else:
+        group.add_argument(
+            flag,
+            dest=name,
+            type=typed(kind.parse),
+            choices=kind.choices or None,
+            metavar=known.metavar or None,
+            help=known.help,
+        )
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a plan that were given, by name, as :func:`graphpar.plan` takes them.
+
+    Raises:
+        GraphparError: one can't be read.
+    """
+    found = {}
+    for name, known in options_of(Request).items():
+        text = getattr(options, name, None)
+        if text is not None:
+            found[name] = text if known.kind.read is None else known.kind.read(text)
+    return found
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
-from graphpar.annotations.files import load_shard_plan
 from graphpar.cli import run_command
+from graphpar.cli.arguments import given_options
 from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_decisions import DecisionExplainer
@@ -35,16 +35,15 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.compilation import Compilation, compiled
-from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
+from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.next_best import Decisions
+from graphpar.passes.planning.plan_request import check_batch, plan_request, planned
 from graphpar.passes.planning.planning import on_one_device
-from graphpar.passes.planning.recomputation import read_recompute
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.runtime.axes import DROPOUTS
 from graphpar.runtime.modes import GENERATE
-from graphpar.schedules.table import load_table
+from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.text import bytes_text
 
 if TYPE_CHECKING:
@@ -55,33 +54,6 @@ SMALL_BYTES = 2**30
 
 _DUMPED = ("plan", "shard", "split")
 """Steps after the passes whose results ``--dump-after`` can print."""
-_PLAN_DECIDES = (
-    "devices",
-    "cluster",
-    "mesh",
-    "schedule",
-    "schedule_table",
-    "microbatch_size",
-    "split",
-    "layers_per_stage",
-    "edge_layers",
-    "shard_plan",
-    "zero",
-    "zero1_by",
-    "recompute",
-    "prefetch",
-    "prefetch_distance",
-    "overlap_tp",
-    "offload",
-    "dp_mean",
-    "dropout",
-    "batch",
-    "dtype",
-    "pure",
-    "param_dtype",
-    "reduce_dtype",
-    "time_limit",
-)
 
 
 @dataclass(frozen=True)
@@ -91,7 +63,7 @@ class _Request:
     file: ModelFile
     cache: CaptureCache  # of the file
     given: Plan | None
-    asked: Asked
+    asked: PlanConstraints
     folder: Path | None
     kept: EditedFiles  # in the folder
 
@@ -121,7 +93,7 @@ def compile_model(options: argparse.Namespace) -> Result:
     report = report_data(compilation)
     clock.step("report")
     clock.within("report", compilation.seconds)
-    shard_plan = asked.pins.shard_plan if given is None else None
+    shard_plan = asked.shard_plan if given is None else None
     explanation: list[str] = []
     if options.explain:
         with progress("pricing what was not chosen"):
@@ -158,7 +130,7 @@ def compile_model(options: argparse.Namespace) -> Result:
         return Result(data, show)
     if not options.json:
         show(stdout_console())  # before the steps, which are printed as they end
-    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=options.compile)
+    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=bool(options.compile))
     return Result(data, lambda console: run_command.show(ran, console))
 
 
@@ -167,7 +139,7 @@ def _request(options: argparse.Namespace) -> _Request:
     given = read_plan(*read_record(options.plan)) if options.plan else None
     if given is not None:
         _check_beside_plan(options)
-        given = replace(given, compile=given.compile or options.compile)
+        given = replace(given, compile=given.compile or bool(options.compile))
         check_alone(given)
     if options.run and _traced_as(options, given)[1] == GENERATE:
         raise GraphparError(
@@ -175,14 +147,14 @@ def _request(options: argparse.Namespace) -> _Request:
             "--tokens IDS."
         )
     wanted = _wanted(options)
-    ask(**wanted)  # before the model file is imported, which may take long too
+    plan_request(**wanted)  # before the model file is imported, which may take long too
     if options.out is not None:
         check_target(options.out, options.force)
     with progress("loading the model file"):
         cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), *_traced_as(options, given))
     file = cache.file
     _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
-    asked = ask(**wanted | _own_pins(file, wanted, options))
+    asked = plan_request(**wanted | _own_pins(file, wanted, options))
     rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
     if rows is not None:
         check_batch(asked, rows)
@@ -214,23 +186,10 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _check_beside_plan(options: argparse.Namespace) -> None:
-    for name in _PLAN_DECIDES:
-        if getattr(options, name) is not None:
-            flag = "--" + name.replace("_", "-")
+    decided = {name: flag_of(name, known) for name, known in options_of(Request).items() if not known.beside_plan}
+    for name, flag in (decided | {"pure": "--pure"}).items():
+        if getattr(options, name, None) is not None:
             raise GraphparError(f"{flag} is decided by the plan {options.plan}; leave {flag} or --plan out.")
-
-
-def _split_points(text: str) -> list[str | dict[str, str]]:
-    """``a.1,a.3:end`` as :func:`graphpar.plan` takes it."""
-    if not text.strip(", "):
-        raise GraphparError(
-            f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out."
-        )
-    points: list[str | dict[str, str]] = []
-    for entry in filter(None, (piece.strip() for piece in text.split(","))):
-        path, colon, where = entry.partition(":")
-        points.append({path: where} if colon else path)
-    return points
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------
@@ -278,52 +237,18 @@ def _names(text: str) -> list[str]:
     return [name for piece in text.split(",") if (name := piece.strip())]
 
 
-def _edge_layers(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, comma, last = text.partition(",")
-    try:
-        return int(first), int(last if comma else first)
-    except ValueError:
-        raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
-
-
 def _wanted(options: argparse.Namespace) -> dict[str, Any]:
     """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
+    wanted = given_options(options)
+    for name in ("table", "shard_plan"):
+        if name in wanted:
+            wanted[name] = Path(wanted[name])
     cluster = None if options.cluster is None else Cluster.parse(options.cluster)
     if cluster is not None and options.devices not in (None, cluster.size):
         raise GraphparError(
             f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
         )
-    return {
-        "cluster": cluster,
-        "devices": options.devices,
-        "global_batch": options.batch,
-        "mesh": options.mesh,
-        "schedule": options.schedule,
-        "microbatch_size": options.microbatch_size,
-        "split": None if options.split is None else _split_points(options.split),
-        "layers_per_stage": options.layers_per_stage,
-        "edge_layers": _edge_layers(options.edge_layers),
-        "table": None if options.schedule_table is None else str(load_table(options.schedule_table)),
-        "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
-        "allow_batch_coupling": options.allow_batch_coupling,
-        "dp_mean": bool(options.dp_mean),
-        "dropout": options.dropout or DROPOUTS[0],
-        "zero": options.zero,
-        "zero1_by": options.zero1_by,
-        "reshard": options.reshard,
-        "prefetch": options.prefetch,
-        "prefetch_distance": options.prefetch_distance,
-        "recompute": None if options.recompute is None else read_recompute(options.recompute),
-        "overlap_tp": options.overlap_tp,
-        "offload": options.offload or (),
-        "dtype": options.dtype,
-        "reduce_dtype": options.reduce_dtype,
-        "top": options.top,
-        "time_limit": options.time_limit,
-        "compile": options.compile,
-    }
+    return wanted | {"cluster": cluster}
 
 
 def _own_pins(file: ModelFile, wanted: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -331,15 +256,14 @@ def _own_pins(file: ModelFile, wanted: Mapping[str, Any], options: argparse.Name
     if options.plan is not None:
         return {}
     own: dict[str, Any] = {}
-    if wanted["shard_plan"] is None:
+    if "shard_plan" not in wanted:
         own["shard_plan"] = file.shard_plan
-    given = ("split", "layers_per_stage", "edge_layers")
-    if all(wanted[name] is None for name in given) and _may_be_pipelined(ask(**wanted)):
+    if not {"split", "layers_per_stage", "edge_layers"} & set(wanted) and _may_be_pipelined(plan_request(**wanted)):
         own["split"] = file.split_points
     return own
 
 
-def _may_be_pipelined(asked: Asked) -> bool:
+def _may_be_pipelined(asked: PlanConstraints) -> bool:
     """Whether the devices may have several stages: the mesh says so, or leaves it to the search."""
     pp = asked.mesh.get("pp")
     return pp > 1 if pp is not None else asked.size > math.prod(asked.mesh.values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from graphpar.cli.arguments import Commands, add_cache, add_json, add_model, count, count_or_none
+from graphpar.cli.arguments import Commands, add_cache, add_json, add_model, add_option, count
 from graphpar.cli.output import Result
+from graphpar.runtime.options import Request, options_of
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -25,10 +26,8 @@ def add_parser(commands: Commands) -> None:
     add_model(parser)
     parser.add_argument("--cluster", metavar="NAME,NAME", required=True, help="clusters: 8xH100,2x8xH100")
     parser.add_argument("--batch", type=_batches, metavar="N,N", help="global batches (default: the example's)")
-    parser.add_argument("--dtype", metavar="fp32|bf16|fp16", help="as compile takes it")
-    parser.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes, the same for all clusters")
-    parser.add_argument("--zero", type=count_or_none, metavar="N", help="the ZeRO level")
-    parser.add_argument("--recompute", metavar="KIND", help="as compile takes it")
+    for name in ("dtype", "mesh", "zero", "recompute"):
+        add_option(parser, name, options_of(Request)[name])
     parser.add_argument("--html", metavar="FILE", help="write the table, and rows a second against devices, as a page")
     add_cache(parser)
     add_json(parser)

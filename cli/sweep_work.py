@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import given_options
 from graphpar.cli.output import Result, check_writable, phases, print_wrapped, write_text
 from graphpar.cli.trace import default_dtype, export_file
 from graphpar.errors import GraphparError, NothingFits
@@ -16,8 +17,8 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
-from graphpar.passes.planning.asked import Asked, ask, planned
-from graphpar.passes.planning.recomputation import read_recompute
+from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.passes.planning.plan_request import plan_request, planned
 from graphpar.report.charts import throughput_svg
 from graphpar.report.page import page
 from graphpar.report.predicted import mesh_text
@@ -84,7 +85,7 @@ def sweep(options: argparse.Namespace) -> Result:
         program = export_file(cache.file, None, precision, cache=cache)
         rows = []
         for name, asked in wanted:
-            phase(f"planning for {name}, batch {asked.pins.global_batch or 'of the example'}")
+            phase(f"planning for {name}, batch {asked.global_batch or 'of the example'}")
             rows.append(_row(program, asked, name))
     if all(row.refused for row in rows):
         raise GraphparError(str(rows[0].why_not))
@@ -104,22 +105,15 @@ def sweep(options: argparse.Namespace) -> Result:
     return Result(data, show)
 
 
-def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> Asked:
-    return ask(
-        Cluster.parse(cluster),
-        global_batch=rows,
-        mesh=options.mesh,
-        zero=options.zero,
-        recompute=None if options.recompute is None else read_recompute(options.recompute),
-        dtype=options.dtype,
-        top=0,
-    )
+def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> PlanConstraints:
+    given = {name: value for name, value in given_options(options).items() if name not in ("cluster", "batch")}
+    return plan_request(Cluster.parse(cluster), **given | {"global_batch": rows, "top": 0})
 
 
-def _row(program: Program, asked: Asked, given: str) -> _Planned:
+def _row(program: Program, asked: PlanConstraints, given: str) -> _Planned:
     in_file = given.endswith((".json", ".toml"))  # whose path tells more than the device's name
-    cluster = given if in_file else str(asked.pins.cluster)
-    rows = asked.pins.global_batch
+    cluster = given if in_file else str(asked.cluster)
+    rows = asked.global_batch
     try:
         return _of_plan(cluster, planned(program, asked))
     except NothingFits as error:

@@ -37,8 +37,8 @@ import numpy as np
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import AXES
+from graphpar.runtime.mesh import Mesh
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 

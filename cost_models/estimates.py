@@ -10,7 +10,7 @@ from typing import Any
 from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.display import as_page
-from graphpar.ir.recomputation import Recompute
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.order import Order
 from graphpar.text import bytes_text, seconds_text, share_text
 

@@ -16,25 +16,6 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
 RECOMPUTE = ("none", "selective", "full")
 
 
-def share_of(kind: str) -> float | None:
-    """Return the share of ``budget:SHARE``; None for other kinds.
-
-    Raises:
-        GraphparError: it is not a number from 0 to 1.
-    """
-    if not kind.startswith("budget:"):
-        return None
-    try:
-        share = float(kind.removeprefix("budget:"))
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise GraphparError(
-            f"recompute is {kind!r}, but a budget is the share of a block's bytes that it keeps, from 0 to 1, such as budget:0.6."
-        )
-    return share
-
-
 @dataclass(frozen=True)
 class Execution:
     """How a rank's program runs.

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from graphpar.cost_models.activation_memory import Activations, Forward
-from graphpar.cost_models.execution import share_of
 from graphpar.cost_models.repeated_work import after_last
 from graphpar.cost_models.storage_tracker import storage_of
 from graphpar.cost_models.work import Collective, Phase, Traffic, Work
@@ -32,6 +31,7 @@ from graphpar.emitted.collectives import watchers
 from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.runtime.option_kinds import share_of
 
 FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
 """How many flops take the time of a byte of memory, by bytes an element: on an A100 156, 10 and 10, on an H100 295, 20 and 20 (their

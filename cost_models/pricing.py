@@ -37,8 +37,8 @@ from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import AXES
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, get_schedule, stage_ranks

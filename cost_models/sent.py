@@ -17,9 +17,9 @@ from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.work import Collective, Phase
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program, operator_name
 from graphpar.operators.transitions import FUNCTIONS, Transition, collective_cost
+from graphpar.runtime.mesh import Mesh
 from graphpar.text import plural
 
 SENDING = {

@@ -12,9 +12,9 @@ from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.operators.transitions import Cost, collective_cost
+from graphpar.runtime.mesh import Mesh
 
 _LINK = Link(8e-6, 200e9)
 

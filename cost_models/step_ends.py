@@ -19,9 +19,9 @@ from graphpar.cost_models.step_costs import StageSeconds
 from graphpar.cost_models.timelines import StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.offloaded_state import AT_ONCE
 
 

@@ -21,9 +21,9 @@ from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
 from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.offloaded_state import AT_ONCE, PIECE_BYTES
 
 Array = NDArray[np.float64]

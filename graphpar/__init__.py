@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Cluster": "graphpar.hardware.cluster",
     "GraphparError": "graphpar.errors",
-    "Mesh": "graphpar.ir.mesh",
+    "Mesh": "graphpar.runtime.mesh",
     "PASSES": "graphpar.passes.table",
     "Parts": "graphpar.parts",
     "Pass": "graphpar.passes.table",
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from graphpar.api import check, estimate, export, partition, plan, verify
     from graphpar.errors import GraphparError
     from graphpar.hardware.cluster import Cluster
-    from graphpar.ir.mesh import Mesh
     from graphpar.ir.plan import Plan
     from graphpar.ir.program import Program
     from graphpar.ir.split_points import SplitPoint
     from graphpar.operators.rules import register_rule
     from graphpar.parts import Parts
     from graphpar.passes.table import PASSES, Pass
+    from graphpar.runtime.mesh import Mesh
     from graphpar.verification.recorded import Recorded
 
 __all__ = [

@@ -10,10 +10,12 @@ parts.save("out/");  verify(parts);  check(parts)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor, nn
 
@@ -31,13 +33,11 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
-from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.normalize.windows import check_rows
 from graphpar.passes.parallel_products import with_products
-from graphpar.passes.planning.asked import Splits, ask, planned
-from graphpar.passes.planning.candidates import SHOWN
+from graphpar.passes.planning.plan_request import plan_request, planned
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
@@ -45,6 +45,9 @@ from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
 from graphpar.runtime.compiled import splits_backwards
 from graphpar.runtime.modes import GENERATE, INFER
+from graphpar.runtime.options import Request, options_of
+
+P = ParamSpec("P")
 
 as_text.register(Plan, plan_text)
 as_text.register(Program, program_text)
@@ -153,126 +156,42 @@ def _exported(
     return program
 
 
-def plan(
-    program: Program,
-    cluster: Cluster | int | str | Path | None = None,
-    *,
-    devices: int | None = None,
-    global_batch: int | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    schedule: str | None = None,
-    microbatch_size: int | None = None,
-    split: Splits | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    layers_per_stage: int | None = None,
-    edge_layers: tuple[int, int] | None = None,
-    table: str | None = None,
-    shard_plan: Mapping[str, Any] | None = None,
-    allow_batch_coupling: bool = False,
-    dp_mean: bool = False,
-    dropout: str = "exact",
-    zero: int | None = None,
-    zero1_by: str | None = None,
-    reshard: str | int | None = None,
-    prefetch: str | None = None,
-    prefetch_distance: int | None = None,
-    recompute: Recompute | None = None,
-    overlap_tp: bool | None = None,
-    offload: str | Sequence[str] = (),
-    dtype: str | None = None,
-    reduce_dtype: str | None = None,
-    top: int = SHOWN,
-    time_limit: float | None = None,
-    compile: bool = False,
-) -> Plan:
+def _plan(program: Program, *arguments: Any, **options: Any) -> Plan:
     """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
 
-    Args:
-        cluster: the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or how many devices of this machine's kind. The
-            axes that ``mesh`` leaves out are searched (cp where rows are fewer than devices or nothing fits otherwise, dp_expert
-            and ep where there are experts), and so are the ZeRO level, the schedule, the microbatch size and what is recomputed: the
-            fastest plan that fits is taken.
-        devices: how many devices, as a keyword.
-        global_batch: rows of the whole batch; by default that of the example inputs.
-        mesh: degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and
-            the schedule and the microbatches are the usual ones.
-        split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
-            spreads the layers evenly; a function of the program returns such a list. By default ``pipe_split()`` calls in the
-            model's forward are used; without them stages are searched (with a mesh alone, balanced by flops).
-        stages: instead of split points, the modules of each stage.
-        layers_per_stage, edge_layers: instead of split points, how many layers a stage has, and how many layers the parts before
-            and after them count as.
-        table: a custom schedule as CSV text, one row for each rank: ``0F0,0F1,0B0,0B1``.
-        shard_plan: specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`.
-        allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
-        dp_mean: the loss is the mean of the replicas' own losses, each with its own denominators, as DDP has it; by default it is that
-            of the global batch.
-        dropout: how attention draws its dropout: ``"exact"``, the masks of the unpartitioned model on any mesh, written out without a
-            fused kernel; or ``"kernel"``, torch's own kernel and generator: faster and without the scores in memory, but other
-            random draws on each mesh. Dropout outside of attention is exact in any case.
-        zero: which state each rank of the mesh's ``dp_shard`` and ``cp`` axes holds a shard of: 1 is the optimizer's, 2 and 3 are
-            parameters, gradients and optimizer state; 3, the default with ``dp_shard``, gathers parameters again for the backward.
-        zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
-            (``"longest"``), or equal slices (``"flat"``).
-        reshard: when gathered parameters are freed: ``"default"`` (after each forward and backward; under a pipeline once a step),
-            ``"always"``, ``"never"`` between forward and backward, or a number: after a forward down to shards over so many ranks.
-        prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
-            (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
-        prefetch_distance: how many units are gathered ahead, 1 by default.
-        recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs),
-            ``"gathers"`` (what all-gathers bring, gathered again from the shards),
-            ``"selective"`` (what is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest
-            for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
-            matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block
-            where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
-        overlap_tp: gathers before products and reduce-scatters after them, where tp shards the sequence between, are done in pieces: one
-            is multiplied while the next is sent. By default where the prices of a cluster say that it is faster; a CPU hides nothing.
-        offload: what lives in the memory of each device's host: ``"optimizer"`` (its state, which comes to the device a piece at a time to
-            be updated), ``"activations"`` (what blocks keep between forward and backward), or both, as ``"optimizer,activations"`` or a
-            list. Nothing where the device is a CPU.
-        dtype: that of ``export``, to be checked.
-        reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
-            parameters.
-        top: how many of the plans that were not taken are kept in ``plan.found``.
-        compile: leave out what blocks can't do that ``torch.compile`` compiles: schedules that split backwards in two, and recomputation
-            of a part of their results. Prices are those of fused operators; memory is counted as without.
-        time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
+        Args:
+    {options}
 
-    Raises:
-        GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.
+        Raises:
+            GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.
     """
     _take(program, Program, "plan")
-    asked = ask(
-        cluster,
-        devices=devices,
-        global_batch=global_batch,
-        mesh=mesh,
-        schedule=schedule,
-        microbatch_size=microbatch_size,
-        split=split,
-        stages=stages,
-        layers_per_stage=layers_per_stage,
-        edge_layers=edge_layers,
-        table=table,
-        shard_plan=shard_plan,
-        allow_batch_coupling=allow_batch_coupling,
-        dp_mean=dp_mean,
-        dropout=dropout,
-        zero=zero,
-        zero1_by=zero1_by,
-        reshard=reshard,
-        prefetch=prefetch,
-        prefetch_distance=prefetch_distance,
-        recompute=recompute,
-        overlap_tp=overlap_tp,
-        offload=offload,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        top=top,
-        time_limit=time_limit,
-        compile=compile,
+    return planned(program, plan_request(*arguments, **options))
+
+
+def _with_options(
+    function: Callable[..., Plan], request: Callable[P, Request]
+) -> Callable[Concatenate[Program, P], Plan]:
+    """Return ``function`` with the signature and the documentation of the options that a request has."""
+    first = next(iter(inspect.signature(function).parameters.values()))
+    signature = inspect.signature(Request)
+    named: Any = functools.partial(function)
+    named.__name__ = named.__qualname__ = "plan"
+    named.__module__ = __name__
+    named.__signature__ = signature.replace(
+        parameters=[first, *signature.parameters.values()], return_annotation="Plan"
     )
-    return planned(program, asked)
+    named.__doc__ = (function.__doc__ or "").format(options="\n".join(_described_options()))
+    return named  # type: ignore[no-any-return]
+
+
+def _described_options() -> Iterator[str]:
+    for name, known in options_of(Request).items():
+        text = known.about or known.help[:1].lower() + known.help[1:] + "."
+        yield from textwrap.wrap(f"{name}: {text}", 140, initial_indent=" " * 8, subsequent_indent=" " * 12)
+
+
+plan = _with_options(_plan, Request)
 
 
 def _take(value: object, kind: type, function: str, position: str = "first") -> None:

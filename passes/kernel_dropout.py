@@ -14,11 +14,10 @@ from dataclasses import replace
 from torch import fx
 
 from graphpar.emitted import random_streams
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.random_streams import WRITTEN_OUT
-from graphpar.runtime.axes import DROPOUTS
 from graphpar.runtime.kernel_dropout import EXACT, KERNEL
 
 OF_THE_SPLIT = (
@@ -27,29 +26,12 @@ OF_THE_SPLIT = (
 )
 
 
-def check_dropout(dropout: object, compile: bool = False) -> None:
-    """Check the way in which attention is to draw its dropout.
-
-    Raises:
-        GraphparError: there is none of this name, or compiled blocks can't draw so.
-    """
-    if dropout not in DROPOUTS:
-        raise GraphparError(
-            f"dropout is {dropout!r}; it must be {' or '.join(DROPOUTS)}.{near_match(str(dropout), DROPOUTS)}"
-        )
-    if compile and dropout == KERNEL:
-        raise GraphparError(
-            "compile: dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; leave one of them out."
-        )
-
-
 def with_dropout(program: Program, dropout: str) -> Program:
     """Return ``program`` with attention that draws its dropout in this way; the same object each time.
 
     Raises:
         GraphparError: no attention has dropout for the kernel to draw.
     """
-    check_dropout(dropout)
     if program.dropout == dropout:
         return program
     if program.other_dropout is not None and program.other_dropout[0] is program:

@@ -17,7 +17,7 @@ from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Held, Unit
 from graphpar.cost_models.work import Collective, Product, Work
-from graphpar.ir.mesh import Mesh
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.table import Action
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from graphpar.emitted.recomputation import Keeps, listed_in, selected
 
-Recompute = str | Mapping[str, str]
-"""How blocks are recomputed: one kind for all, or kinds by pattern over their paths."""
 GATHERS = "gathers"
 """The kind that only gathers again (:mod:`graphpar.emitted.gathering`)."""
 

@@ -18,6 +18,7 @@ from graphpar.report.recomputation import recomputation_data
 from graphpar.report.sharding import sharding_data
 from graphpar.report.state import state_data, whole_bytes
 from graphpar.runtime.modes import GENERATE, STEPS
+from graphpar.runtime.options import decided
 from graphpar.schedules.simulation import Timeline, simulate
 from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
 from graphpar.text import bytes_text, compressed, plural, seconds_text
@@ -247,28 +248,16 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def decisions(plan: Plan) -> dict[str, Any]:
-    """Collect the plan's decisions as plain data: mesh, schedule, batch, split points."""
+    """Collect the plan's decisions as plain data: mesh, cluster, all options, split points."""
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in decided(plan).items()}
     return {
         "mode": plan.mode,
-        "dtype": plan.dtype,
-        "param_dtype": plan.param_dtype,
-        "reduce_dtype": plan.reduce_dtype,
         "devices": plan.mesh.size,
         "cluster": None if plan.cluster is None else str(plan.cluster),
         "mesh": plan.mesh.degrees(),
-        "schedule": plan.schedule,
         "microbatches": plan.microbatches,
-        "microbatch_size": plan.microbatch_size,
-        "global_batch": plan.global_batch,
-        "dp_mean": plan.dp_mean,
-        "dropout": plan.dropout,
-        "overlap_tp": plan.overlap_tp,
-        "offload": list(plan.offload),
-        "compile": plan.compile,
-        "zero": plan.zero,
-        "reshard": plan.reshard,
-        "prefetch": plan.prefetch,
-        "prefetch_distance": plan.prefetch_distance,
+        **options,
+        "recompute": plan.recompute if isinstance(plan.recompute, str) else dict(plan.recompute),
         "split": [{"path": point.path, "where": point.where.value} for point in plan.split_points],
     }
 

@@ -123,13 +123,7 @@ def _decisions(a: Plan, b: Plan) -> list[dict[str, Any]]:
 def _decided(plan: Plan) -> dict[str, Any]:
     data = decisions(plan)
     data["split"] = [entry["path"] + (" (end)" if entry["where"] == "end" else "") for entry in data["split"]]
-    more = {
-        "table": plan.actions,
-        "stages": len(plan.stages),
-        "zero1_by": plan.zero1_by,
-        "recompute": plan.recompute if isinstance(plan.recompute, str) else dict(plan.recompute),
-    }
-    return data | {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
+    return data | {"table": plan.actions, "stages": len(plan.stages)}
 
 
 def _placements(a: Plan, b: Plan) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@
     ep             experts     weights of experts are sharded, whole experts on each rank
     tp             weights     weights are sharded, and the operators that take them
 
-A new axis is a record here, its degree in :class:`graphpar.ir.mesh.Mesh`, and the code that only this axis needs.
+A new axis is a record here, its degree in :class:`graphpar.runtime.mesh.Mesh`, and the code that only this axis needs.
 """
 
 from __future__ import annotations
@@ -113,11 +113,3 @@ other data, whose gradients are summed."""
 SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: (AXIS[name].replicas, not AXIS[name].exchanges)))
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with, and of the experts that ranks of
 other axes share out, replicas share out each share."""
-PREFETCH = ("pre", "post", "none")
-"""When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
-DROPOUTS = ("exact", "kernel")
-"""How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
-OFFLOADS = ("optimizer", "activations")
-"""What may live in the host's memory: the optimizer's state, and what blocks keep between forward and backward."""
-ZERO1_BY = ("contiguous", "longest", "flat")
-"""How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""

@@ -201,7 +201,7 @@ def _precision(group: Any, program: Manifest) -> MixedPrecisionPolicy:
     """Gather the parameters of a unit in the dtype in which all of the program are read, if there is one; sum gradients in that of
     the plan, or in their own, which may differ between units."""
     stored = group.fsdp_params[0].sharded_param.dtype
-    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype or stored)
+    gathered, reduced = current(program.gather_dtype), current(program.reduced or stored)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 

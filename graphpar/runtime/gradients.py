@@ -205,7 +205,7 @@ class Gradients:
                 replicated = [axis for axis in replicated if axis not in STATE_AXES]
             if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
-        self._reduce_dtype = current(program.reduce_dtype)
+        self._reduce_dtype = current(program.reduced)
         self._scales = program.scales_loss
         self._shards = shards
         self._early_units = shards is not None and "dp_shard" not in program.placed

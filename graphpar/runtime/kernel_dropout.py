@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpar.runtime.axes import DROPOUTS
+from graphpar.runtime.option_kinds import DROPOUTS
 
 EXACT, KERNEL = DROPOUTS
 

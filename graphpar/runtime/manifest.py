@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS, DROPOUTS, OFFLOADS, PREFETCH, REPLICAS, STATE_AXES
+from graphpar.errors import GraphparError
+from graphpar.runtime.axes import AXES, AXIS, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE, MODES
+from graphpar.runtime.options import Decisions, check_decisions
 from graphpar.runtime.plan_record import (
     DTYPES,
     Adapter,
@@ -102,17 +105,14 @@ class StageInterface:
     """Whether blocks of it run their forward again in the backward."""
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Everything that the runtime needs to know about an emitted folder."""
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Decisions):
+    """Everything that the runtime needs to know about an emitted folder: the decisions of its plan, and the program's interface."""
 
     folder: Path
     mode: str
     mesh: Mapping[str, int]
-    schedule: str
     microbatches: int
-    microbatch_size: int
-    global_batch: int
     actions: Mapping[int, tuple[str | None, ...]] | None
     stages: tuple[StageInterface, ...]
     inputs: tuple[InputInterface, ...]
@@ -129,32 +129,11 @@ class Manifest:
     """Buffers that every microbatch writes alike, so that a step writes them once."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
-    zero: int = 0
-    """How much of the state each rank of dp_shard and cp holds a shard of: optimizer state at level 1, parameters and gradients too from
-    2."""
-    prefetch: str | None = None
-    """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
-    prefetch_distance: int = 0
-    recompute: str | Mapping[str, str] = "none"
-    """Which blocks run their forward again in the backward: a kind, or kinds by pattern over their paths."""
-    offload: tuple[str, ...] = ()
-    """What lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`."""
-    dp_mean: bool = False
-    """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     streams: tuple[tuple[int, ...], ...] = ()
     """Of each dropout, in execution order, the dim that has the batch, and how many rows are before and behind each example in it."""
-    dropout: str = DROPOUTS[0]
-    """How attention draws its dropout, of :data:`~graphpar.runtime.axes.DROPOUTS`."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which of the ranks that share state updates a parameter, under every name of a tie; empty where each updates a slice of
     all."""
-    reshard: str | int = "default"
-    """When gathered parameters are freed: "default", "always" (after each forward and backward), "never" (in between), or after the
-    forward down to shards over so many ranks."""
-    dtype: str = "fp32"
-    """The dtype of the computation: ``fp32``, ``bf16`` or ``fp16``."""
-    reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed over replicas; None: that of each parameter."""
     gather_dtype: torch.dtype | None = None
     """The dtype in which the stages read all parameters; None: in several."""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -182,6 +161,11 @@ class Manifest:
     def world_size(self) -> int:
         """How many ranks the plan is for."""
         return math.prod(self.mesh.values())
+
+    @property
+    def reduced(self) -> torch.dtype | None:
+        """The dtype in which gradients are summed over replicas; None: that of each parameter."""
+        return None if self.reduce_dtype is None else DTYPES[self.reduce_dtype]
 
     @property
     def pp(self) -> int:
@@ -263,11 +247,8 @@ def load_manifest(folder: str | Path) -> Manifest:
     manifest = Manifest(
         folder=Path(folder).resolve(),
         mode=record.mode,
-        mesh=record.mesh,
-        schedule=record.schedule,
+        mesh=record.mesh.degrees(),
         microbatches=record.microbatches,
-        microbatch_size=record.microbatch_size,
-        global_batch=record.global_batch,
         actions=None if record.actions is None else dict(enumerate(record.actions)),
         stages=_stages(record.stages, interface.records("stages")),
         inputs=tuple(_input(record) for record in interface.records("inputs")),
@@ -277,17 +258,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
-        zero=plan.optional("zero", int, 0),
-        reshard=plan.optional("reshard", (str, int), "default"),
-        offload=plan.strings("offload"),
-        dp_mean=plan.optional("dp_mean", bool, False),
-        dropout=plan.optional("dropout", str, DROPOUTS[0]),
         streams=interface.lists("streams", int) if interface.has("streams") else (),
-        prefetch=plan.optional("prefetch", str, None),
-        prefetch_distance=plan.optional("prefetch_distance", int, 0),
-        recompute=plan.optional("recompute", (str, dict), "none"),
-        dtype=plan.optional("dtype", str, "fp32"),
-        reduce_dtype=_dtype(plan, "reduce_dtype"),
         gather_dtype=_dtype(interface, "gather_dtype"),
         casts=_dtypes(interface, "casts"),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
@@ -302,6 +273,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
         generation=interface.optional("generation", dict, {}),
         wrapped=f"{inner}." if (inner := interface.optional("pretrained", dict, {}).get("path")) else "",
+        **record.decisions,
     )
     _check(manifest, str(path))
     return manifest
@@ -374,15 +346,6 @@ def _described(record: Record) -> tuple[str, tuple[int, ...], torch.dtype]:
     return record.get("name", str), record.shape(), record.dtype()
 
 
-def _is_recomputation(kind: object) -> bool:
-    if not isinstance(kind, str) or not kind.startswith("budget:"):
-        return kind in ("none", "gathers", "selective", "full")
-    try:
-        return 0 <= float(kind.removeprefix("budget:")) <= 1
-    except ValueError:
-        return False
-
-
 def _check(plan: Manifest, where: str) -> None:
     """What must hold between the fields of a plan; a violation is a broken or edited ``plan.json``."""
     known = {spec.name for spec in plan.inputs}
@@ -396,53 +359,26 @@ def _check(plan: Manifest, where: str) -> None:
             f"{plan.microbatches} microbatches of {plan.microbatch_size}{replicas} are not a global batch "
             f"of {plan.global_batch}"
         )
-    if (
-        plan.zero not in range(4)
-        or (plan.zero and plan.shards == 1)
-        or (not plan.zero and plan.mesh.get("dp_shard", 1) > 1)
-    ):
-        broken.append(
-            f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks and cp {plan.mesh.get('cp', 1)}"
-        )
+    try:
+        check_decisions(plan, Mesh(**plan.mesh), plan.mode)
+    except GraphparError as error:
+        broken.append(f"{error}".removesuffix("."))
     if plan.zero < 2 and plan.fully_sharded:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
     asked: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
-    broken += [
-        f"recompute is {kind!r}; it must be one of none, gathers, selective, full or budget:SHARE"
-        for kind in asked
-        if not _is_recomputation(kind)
-    ]
     kinds = {str(kind) for kind in asked}
     recomputing = [stage.index for stage in plan.stages if stage.recomputes]
     if recomputing and kinds == {"none"}:
         broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")
     if not recomputing and kinds <= {"full", "selective"}:
         broken.append(f"recompute is {plan.recompute!r}, but no stage recomputes")
-    if set(plan.offload) - set(OFFLOADS) or (plan.offload and plan.mode != "train"):
-        broken.append(
-            f"offload is {list(plan.offload)} in mode {plan.mode}; a program for training may have {', '.join(OFFLOADS)}"
-        )
-    if plan.dropout not in DROPOUTS:
-        broken.append(f"dropout is {plan.dropout!r}, not one of {', '.join(DROPOUTS)}")
-    if plan.dtype not in DTYPES:
-        broken.append(f"dtype is {plan.dtype!r}, not one of {', '.join(DTYPES)}")
-    if plan.prefetch not in (None, *PREFETCH) or (plan.prefetch is not None and plan.zero != 3):
-        broken.append(
-            f"prefetch is {plan.prefetch!r} at level {plan.zero}; it is one of {', '.join(PREFETCH)} at level 3"
-        )
-    if plan.prefetch_distance < (plan.prefetch in ("pre", "post")):
-        broken.append(f"prefetch_distance is {plan.prefetch_distance} with prefetch {plan.prefetch!r}")
-    if isinstance(plan.reshard, int) and (plan.reshard < 2 or plan.shards % plan.reshard):
-        broken.append(f"reshard is {plan.reshard}, but state is shared by {plan.shards} ranks")
     strange = next(((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.shards), None)
     if strange is not None:
         broken.append(
             f"{strange[0]!r} is updated by rank {strange[1]} of those that share state, of which there are {plan.shards}"
         )
-    if plan.reshard not in ("default", "always", "never") and not isinstance(plan.reshard, int):
-        broken.append(f"reshard is {plan.reshard!r}, not default, always, never or a number of ranks")
     if plan.fully_sharded and plan.pp > 1 and plan.actions is None:
         broken.append("state is sharded under a pipeline, but no actions say when it is reduced")
     if used - known:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.axes import AXES, AXIS, GROUPS, STATE_AXES
-from graphpar.runtime.layout import coordinates
 
 _USUAL_NAMES = {name: axis.name for axis in AXIS.values() for name in axis.usual_names}
 
@@ -39,6 +38,17 @@ class Mesh:
     def replicas(self) -> int:
         """How many ranks run the same stage on rows of their own."""
         return math.prod(degree for axis, degree in self.degrees().items() if AXIS[axis].replicas)
+
+    @property
+    def replica_degrees(self) -> dict[str, int]:
+        """The degrees of the axes whose ranks have rows of their own, without those of one rank."""
+        return {axis: degree for axis, degree in self.degrees().items() if AXIS[axis].replicas and degree > 1}
+
+    @property
+    def text(self) -> str:
+        """The axes of several ranks with their degrees, as ``pp=2, tp=4``."""
+        several = (f"{axis}={degree}" for axis, degree in self.degrees().items() if degree > 1)
+        return ", ".join(several) or "of one device"
 
     @property
     def shards(self) -> int:
@@ -77,6 +87,8 @@ class Mesh:
 
     def groups_over(self, axes: Collection[str]) -> list[list[int]]:
         """Return the ranks of every group whose ranks differ on ``axes`` alone, in order."""
+        from graphpar.runtime.layout import coordinates  # imports torch, which the command line's help does without
+
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = coordinates(rank, self.degrees())

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from graphpar.errors import GraphparError
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.layout import Type, parse_type
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.options import Decisions, options_of
 
 VERSION = 2
 """The version of ``plan.json``. Since 2, placements are keyed by module path, operator and occurrence
@@ -29,6 +32,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The names of these dtypes."""
+
+_NEEDED = ("schedule", "global_batch", "microbatch_size")
+"""The decisions that no plan goes without."""
 
 PROGRAM_FIELDS = ("interface", "model_file")
 """The fields of ``plan.json`` that an emitted program has besides those of its plan."""
@@ -91,17 +97,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """The decisions that a run depends on. ``actions``: the cells of each rank's schedule table, None where it is idle."""
+    """What a run depends on. ``actions``: the cells of each rank's schedule table, None where it is idle."""
 
     mode: str
-    mesh: Mapping[str, int]
-    schedule: str
+    mesh: Mesh
     microbatches: int
-    microbatch_size: int
-    global_batch: int
     stages: tuple[StageRecord, ...]
     parameters: Mapping[str, Mapping[str, Type]]
     actions: tuple[tuple[str | None, ...], ...] | None
+    decisions: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; :meth:`read` is its inverse."""
@@ -109,11 +113,9 @@ class PlanRecord:
         return {
             "version": VERSION,
             "mode": self.mode,
-            "mesh": dict(self.mesh),
-            "schedule": self.schedule,
+            "mesh": self.mesh.degrees(),
             "microbatches": self.microbatches,
-            "microbatch_size": self.microbatch_size,
-            "global_batch": self.global_batch,
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in self.decisions.items()},
             "stages": [{"index": s.index, "rank": s.rank, "modules": list(s.modules)} for s in self.stages],
             "parameters": {
                 name: {axis: str(kind) for axis, kind in types.items()} for name, types in self.parameters.items()
@@ -139,18 +141,30 @@ class PlanRecord:
             )
         return PlanRecord(
             mode=plan.get("mode", str),
-            mesh=degrees_of(plan, "mesh"),
-            schedule=plan.get("schedule", str),
+            mesh=Mesh(**degrees_of(plan, "mesh")),
             microbatches=plan.get("microbatches", int),
-            microbatch_size=plan.get("microbatch_size", int),
-            global_batch=plan.get("global_batch", int),
             stages=tuple(
                 StageRecord(each.get("index", int), each.get("rank", int), each.strings("modules"))
                 for each in plan.records("stages")
             ),
             parameters=types_of(plan.get("parameters", dict), plan.where),
             actions=_actions(plan),
+            decisions=_decisions(plan),
         )
+
+
+def _decisions(plan: Record) -> dict[str, Any]:
+    """Read the decisions, each by its kind; one that is missing has its usual value."""
+    found: dict[str, Any] = {}
+    for name, known in options_of(Decisions).items():
+        kept = (
+            plan.get(name, known.kind.types) if name in _NEEDED else plan.optional(name, known.kind.types, known.usual)
+        )
+        try:
+            found[name] = known.usual if kept is None or kept == known.usual else known.kind.check(name, kept)
+        except GraphparError as error:
+            raise RuntimeProgramError(f"{plan.where}: {error}") from None
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

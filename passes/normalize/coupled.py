@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Coupling, Program
 from graphpar.runtime.axes import AXIS
+from graphpar.runtime.mesh import Mesh
 from graphpar.text import listed, plural
 
 _SHOWN = 4

@@ -14,9 +14,9 @@ from dataclasses import replace
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
-from graphpar.ir.mesh import Mesh
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.registry import get_schedule
 
 

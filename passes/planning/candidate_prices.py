@@ -21,17 +21,17 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.recomputation import GATHERS
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import program_mesh
 from graphpar.passes.planning.candidates import Candidate
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.planning.sharded_state import gathers_again, prefetching
 from graphpar.passes.planning.space import Space
 from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.options import prefetching
 from graphpar.schedules.registry import get_schedule
 
 
@@ -119,9 +119,9 @@ class CandidatePrices:
 
     def run_of(self, candidate: Candidate) -> Execution:
         """Say how ranks run a candidate, but for what they recompute."""
-        again = gathers_again(candidate.mesh.pp, candidate.zero, candidate.reshard)
-        wished = (self.space.wishes.prefetch, self.space.wishes.prefetch_distance) if again else (None, None)
-        how = gathering(candidate.zero, candidate.reshard, *prefetching(again, *wished))
+        wished = self.space.wishes.prefetch, self.space.wishes.prefetch_distance
+        prefetch = prefetching(candidate.mesh.pp, candidate.zero, candidate.reshard, *wished)
+        how = gathering(candidate.zero, candidate.reshard, *prefetch)
         return replace(self.execution, joined=self._joined(candidate), **how)
 
     def _joined(self, candidate: Candidate) -> bool:

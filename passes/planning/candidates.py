@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
-from graphpar.ir.mesh import Mesh
-from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.registry import SCHEDULES
 from graphpar.text import plural
 
-SHOWN = 4
-"""How many alternatives (the best of other meshes) are shown beside the chosen plan by default."""
 _PLACES = {name: place for place, name in enumerate(SCHEDULES)}
 POINTS = 2000
 """How many priced plans a search's JSON lists at most."""

@@ -19,7 +19,6 @@ from graphpar.codegen.fully_sharded import gathered_in_turn, stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
@@ -29,26 +28,13 @@ from graphpar.operators.rules import has_rule
 from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
-    check_degrees,
     check_dp_mean,
-    check_microbatch_size,
     check_offload,
-    check_overlap,
     check_pipelined,
     check_replicas,
     idle_pins,
 )
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.planning.sharded_state import (
-    check_reach,
-    check_reduced,
-    check_reshard,
-    check_whole,
-    gathers_again,
-    level_of,
-    prefetching,
-    zero_level,
-)
 from graphpar.passes.planning.split_points import (
     balanced_split_points,
     even_split_points,
@@ -66,8 +52,12 @@ from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
-from graphpar.runtime.axes import AXIS, ZERO1_BY
+from graphpar.runtime.axes import AXIS
+from graphpar.runtime.layout import R, Type
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE, TRAIN
+from graphpar.runtime.option_kinds import ZERO1_BY
+from graphpar.runtime.options import check_decisions, decided, level_of, prefetching
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -93,12 +83,12 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         GraphparError: something pinned is not possible for this program and mesh.
     """
     batch = global_batch(program, pins)
-    check_degrees(mesh, batch)
-    check_reduced(mesh, level_of(mesh, pins.zero), pins.reduce_dtype, program.mode)
+    pins = replace(pins, global_batch=batch)
+    check_decisions(pins, mesh, program.mode)
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)
-    recomputed_blocks(program, pins.recompute)
+    recomputed_blocks(program, pins.recompute or "none")
     if split_points:
         positions_of(program, split_points)  # report a misspelt name before anything else
     if pins.table is not None:
@@ -207,55 +197,77 @@ def _plan(
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
-    check_reshard(mesh, level_of(mesh, pins.zero), pins.reshard or "default")
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     if program.mode != GENERATE:
         program.check_batch(size, batch)
-    coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
-    zero = zero_level(program, mesh, pins.zero)
+    coupled = batch_warning(program, mesh, microbatches, bool(pins.allow_batch_coupling))
+    zero = level_of(mesh, pins.zero)
+    check_decisions(replace(pins, zero=zero), mesh, program.mode)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     check_whole(mesh, zero, found.sharding.parameters)
-    check_dp_mean(mesh, pins, program)
-    check_overlap(mesh, pins)
+    check_dp_mean(pins, program)
     check_offload(pins, program)
     idle = idle_pins(mesh, pins.shard_plan, program)
     in_shards = stored_in_shards(program, stages) if zero >= 2 else frozenset()
     check_replicas(mesh, zero, pins.shard_plan, program, in_shards)
-    again = gathers_again(mesh.pp, zero, pins.reshard)
-    prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
+    prefetch, distance = prefetching(mesh.pp, zero, pins.reshard, pins.prefetch, pins.prefetch_distance)
     check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
+    decisions = decided(pins) | {
+        "schedule": schedule,
+        "global_batch": batch,
+        "microbatch_size": size,
+        "zero": zero,
+        "zero1_by": (pins.zero1_by or ZERO1_BY[0]) if zero == 1 else None,
+        "prefetch": prefetch,
+        "prefetch_distance": distance,
+        "dropout": program.dropout,
+    }
     return Plan(
         model=program.name,
         mode=program.mode,
         mesh=mesh,
-        schedule=schedule,
-        global_batch=batch,
-        microbatch_size=size,
         split_points=tuple(split_points),
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
-        dtype=pins.dtype,
-        param_dtype=pins.param_dtype,
-        reduce_dtype=pins.reduce_dtype,
         actions=actions,
-        zero=zero,
-        prefetch=prefetch,
-        prefetch_distance=distance,
-        zero1_by=pins.zero1_by or ZERO1_BY[0],
-        reshard=pins.reshard or "default",
-        recompute=pins.recompute,
-        overlap_tp=bool(pins.overlap_tp),
-        offload=pins.offload,
-        compile=pins.compile,
         fully_sharded=in_shards,
-        allow_batch_coupling=pins.allow_batch_coupling,
-        dp_mean=pins.dp_mean,
-        dropout=program.dropout,
         sharding=found.sharding,
         cluster=pins.cluster,
         warnings=(*program.warnings, *([] if coupled is None else [coupled]), *idle, *found.sharding.undivided),
         sharded=found,
+        **decisions,
     )
+
+
+def check_reach(distance: int, units: int) -> None:
+    """Check that there are as many units to gather ahead as ``distance`` says.
+
+    Args:
+        units: how many the largest stage has besides itself.
+
+    Raises:
+        GraphparError: there are fewer.
+    """
+    if distance > max(1, units):
+        raise GraphparError(
+            f"prefetch_distance={distance} gathers {distance} units ahead, but no stage has more than {units} besides the rest of it; give "
+            f"at most {max(1, units)}."
+        )
+
+
+def check_whole(mesh: Mesh, level: int, parameters: Mapping[str, Mapping[str, Type]]) -> None:
+    """Check that parameters are computed with whole on all ranks that share state, and are summed over these.
+
+    Raises:
+        GraphparError: a pin says otherwise.
+    """
+    for axis in mesh.state_axes if level else ():
+        name = next((name for name, spec in parameters.items() if spec.get(axis, R) != R), None)
+        if name is not None:
+            raise GraphparError(
+                f"{name} is pinned to {parameters[name][axis]}@{axis}, but zero={level} stores shards over {mesh.state_text} of parameters "
+                f"that are R@{axis}; leave out the pin, or the ZeRO level."
+            )
 
 
 def solve(
@@ -335,7 +347,6 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
         raise GraphparError(_refusal(program, batch, mesh.replicas, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
-        check_microbatch_size(size, batch, mesh.replicas)
         if reason is not None and rows // size > 1:
             raise GraphparError(_refusal(program, batch, rows // size, reason))
         return rows // size

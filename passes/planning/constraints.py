@@ -2,82 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
 from graphpar.annotations.values import WHOLE, Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program, module_path
-from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.matrix import heads_of
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.coupled import coupled_text, placed_axes
-from graphpar.passes.planning.recomputation import AUTO, BESIDE_OFFLOAD, OF_THE_MODEL, check_beside_rings
-from graphpar.passes.planning.sharded_state import (
-    check_prefetch,
-    check_reduced,
-    check_reshard,
-    gathers_again,
-    level_of,
-)
+from graphpar.passes.planning.space import free_axes
 from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.runtime.axes import AXIS, OFFLOADS, REPLICAS
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.options import Request, check_decisions, level_of
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import listed, share_text
 
 
-@dataclass(frozen=True)
-class PlanConstraints:
-    """The user's decisions; graphpar decides what is None."""
+@dataclass(frozen=True, kw_only=True)
+class PlanConstraints(Request):
+    """A request that was checked; graphpar decides what is None.
 
-    schedule: str | None = None
-    microbatch_size: int | None = None
-    global_batch: int | None = None
+    Attributes:
+        cluster: of as many devices as there are; None where it was not given.
+        mesh: degrees of the axes that are given.
+        devices: None where only the mesh says how many.
+        table: CSV text.
+        split: a function that computes split points of the program.
+        split_points: those that are given.
+        sharded: the program of a rank, already solved for the mesh's compute axes.
+    """
+
+    cluster: Cluster | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
     split_points: tuple[SplitAt, ...] | None = None
-    stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
-    table: str | None = None  # the user's own schedule table, as CSV text
-    allow_batch_coupling: bool = False
-    dp_mean: bool = False
-    dropout: str = "exact"
-    zero: int | None = None
-    zero1_by: str | None = None
-    reshard: str | int | None = None
-    prefetch: str | None = None
-    prefetch_distance: int | None = None
-    recompute: Recompute = "none"
-    overlap_tp: bool | None = None  # None: where prices say that it is faster
-    offload: tuple[str, ...] = ()
-    dtype: str = "fp32"
-    param_dtype: str = "fp32"
-    reduce_dtype: str | None = None
-    layers_per_stage: int | None = None
-    edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
-    shard_plan: Mapping[str, Any] | None = None
-    compile: bool = False  # torch.compile is to compile the blocks
-    cluster: Cluster | None = None  # of as many devices as the mesh
-    sharded: Sharded | None = None  # already solved, for the mesh's compute axes
+    sharded: Sharded | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.mesh.values()) if self.devices is None else self.devices
+
+    @property
+    def complete(self) -> bool:
+        """Whether no axis is left to the search."""
+        alone = not self.mesh and self.cluster is None and self.size == 1
+        full = bool(self.mesh) and self.size == math.prod(self.mesh.values())
+        return self.table is not None or alone or full or not free_axes(self.mesh, self.zero)
+
+    @property
+    def searched(self) -> bool:
+        """Whether something is searched: on a cluster that is given also what a whole mesh leaves open."""
+        return not self.complete or (self.cluster is not None and self.table is None)
 
     @property
     def by_layers(self) -> bool:
         """Whether split points are given as numbers of layers."""
         return self.layers_per_stage is not None or self.edge_layers is not None
 
-    def check_one_way(self, computed: bool = False) -> None:
-        """Check that split points are given in at most one way; ``computed``: a function of the program will give them.
+    def check_one_way(self) -> None:
+        """Check that split points are given in at most one way.
 
         Raises:
             GraphparError: several ways are used.
         """
         ways = {
-            "split points": self.split_points is not None or computed,
+            "split points": self.split_points is not None or self.split is not None,
             "lists of modules a stage": self.stages is not None,
             "layers a stage": self.by_layers,
         }
@@ -86,34 +85,16 @@ class PlanConstraints:
             raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
 
 
-def check_degrees(mesh: Mesh, batch: int | None) -> None:
-    """Check that the mesh's degrees can run, and divide ``batch`` rows where that number is known.
-
-    Raises:
-        GraphparError: they can't.
-    """
-    if batch is not None and batch % mesh.replicas:
-        shown = " x ".join(f"{axis}={mesh.degrees()[axis]}" for axis in REPLICAS if mesh.degrees()[axis] > 1)
-        raise GraphparError(
-            f"A global batch of {batch} does not divide over {shown}; each replica takes as many rows. "
-            f"Degrees that do: {', '.join(_divisors(batch))}."
-        )
-
-
-def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
-    """Check that what is pinned about losses, gradients and state of replicas can be done on ``mesh``.
+def check_on_mesh(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
+    """Check that what is pinned can be done with ``program`` on ``mesh``.
 
     Raises:
         GraphparError: it can't.
     """
-    level = level_of(mesh, pins.zero)
-    check_reduced(mesh, level, pins.reduce_dtype, program.mode)
-    check_dp_mean(mesh, pins, program)
-    check_overlap(mesh, pins)
+    check_decisions(pins, mesh, program.mode)
+    check_dp_mean(pins, program)
     check_offload(pins, program)
-    check_reshard(mesh, level, pins.reshard or "default")
-    check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
-    check_replicas(mesh, level, pins.shard_plan, program)
+    check_replicas(mesh, level_of(mesh, pins.zero), pins.shard_plan, program)
 
 
 def check_replicas(
@@ -224,87 +205,28 @@ def idle_pins(mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program
     ]
 
 
-def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:
-    """Check that the loss can be the mean of the replicas' own losses, if that is asked for.
+def check_dp_mean(pins: PlanConstraints, program: Program) -> None:
+    """Check that the loss of ``program`` can be the mean of the replicas' own losses, if that is asked for.
 
     Raises:
         GraphparError: it can't.
     """
-    if not pins.dp_mean:
-        return
-    if mesh.replicas == 1:
-        raise GraphparError(
-            "dp_mean takes the mean of the replicas' own losses, but the mesh gives no replicas; give mesh dp_replicate=2 or more, or "
-            "dp_shard."
-        )
-    if program is not None and program.mode != "train":
-        raise GraphparError(
-            "dp_mean says what the loss of training is; this program is for inference, so leave it out."
-        )
-    if program is not None and (program.couplings or program.unsplittable is not None):
+    if pins.dp_mean and (program.couplings or program.unsplittable is not None):
         raise GraphparError(
             f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
             "rows of all replicas; leave it out."
         )
 
 
-def check_overlap(mesh: Mesh, pins: PlanConstraints) -> None:
-    """Check that there is tensor parallelism whose collectives can run beside products, if that is asked for.
+def check_offload(pins: PlanConstraints, program: Program) -> None:
+    """Check that ``program`` has what is to live in the memory of the host.
 
     Raises:
-        GraphparError: there is none, or budgets say what is recomputed.
+        GraphparError: it has no blocks, whose activations are to.
     """
-    if not pins.overlap_tp:
-        return
-    check_beside_rings(pins.recompute)
-    if mesh.tp == 1:
-        raise GraphparError(
-            "overlap_tp runs collectives of tensor parallelism beside products, but the mesh has tp=1; give mesh tp=2 or more, or leave "
-            "it out."
-        )
-
-
-def read_offload(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return what is asked for, ``"optimizer,activations"`` or a list, in the order of :data:`OFFLOADS`.
-
-    Raises:
-        GraphparError: there is no such thing.
-    """
-    listed = isinstance(value, Sequence) and all(isinstance(each, str) for each in value)
-    names = (
-        [each.strip() for each in value.split(",")] if isinstance(value, str) else list(value) if listed else [value]
-    )
-    other = next((name for name in names if name not in OFFLOADS), None)
-    if other is not None:
-        raise GraphparError(
-            f"offload is {value!r}; it may have {' and '.join(OFFLOADS)}, separated by commas."
-            f"{near_match(str(other), OFFLOADS)}"
-        )
-    return tuple(name for name in OFFLOADS if name in names)
-
-
-def check_offload(pins: PlanConstraints, program: Program | None = None) -> None:
-    """Check that what is to live in the memory of the host can.
-
-    Raises:
-        GraphparError: it can't.
-    """
-    if not pins.offload:
-        return
-    if program is not None and program.mode != "train":
-        raise GraphparError("offload moves what training stores; this program is for inference, so leave it out.")
-    if "activations" not in pins.offload:
-        return
-    if program is not None and not program.blocks:
+    if "activations" in (pins.offload or ()) and not program.blocks:
         raise GraphparError(
             f"offload=activations moves what repeated blocks keep, and {program.name} has none; leave it out."
-        )
-    kinds = pins.recompute.values() if isinstance(pins.recompute, Mapping) else [pins.recompute]
-    other = next((kind for kind in kinds if kind not in (*BESIDE_OFFLOAD, OF_THE_MODEL, AUTO)), None)
-    if other is not None:
-        raise GraphparError(
-            f"offload=activations moves what autograd keeps, and recompute={other} keeps results by other means; take "
-            f"{' or '.join(BESIDE_OFFLOAD)}."
         )
 
 
@@ -322,21 +244,3 @@ def check_pipelined(schedule: str, mesh: Mesh) -> None:
             f"Schedule {row.name} needs a pipeline with {row.min_stages} stages a rank, but the mesh{shown} has pp=1; give pp=2 or "
             "more, or leave the schedule out."
         )
-
-
-def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
-    """Check that microbatches of ``size`` rows divide the rows of each replica evenly.
-
-    Raises:
-        GraphparError: they don't; the sizes that do are listed.
-    """
-    rows = batch // replicas
-    if size < 1 or rows % size:
-        whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
-        raise GraphparError(
-            f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(_divisors(rows))}."
-        )
-
-
-def _divisors(rows: int) -> list[str]:
-    return [str(number) for number in range(1, rows + 1) if rows % number == 0]

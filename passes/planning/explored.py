@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from graphpar.ir.mesh import Mesh
 from graphpar.passes.planning.candidates import Candidate, Point, Priced
+from graphpar.runtime.mesh import Mesh
 from graphpar.text import plural, seconds_text
 
 Entry = tuple[float, int, int, int]

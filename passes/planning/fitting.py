@@ -18,10 +18,10 @@ from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.stage_balance import UnitSavings
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.registry import get_schedule
 
 TRIES = 10

@@ -31,18 +31,13 @@ def groups_of(mesh: Mapping[str, int], devices: int) -> int:
     return max(1, devices // apart)
 
 
-def pins_of_generation(
-    pins: PlanConstraints, mesh: Mapping[str, int], devices: int
-) -> tuple[PlanConstraints, dict[str, int]]:
-    """Return the pins and the mesh with what generation leaves no choice of.
-
-    Args:
-        devices: that the plan is for.
+def pins_of_generation(pins: PlanConstraints) -> PlanConstraints:
+    """Return the pins with what generation leaves no choice of.
 
     Raises:
         GraphparError: something is asked for that a program for generation doesn't have.
     """
-    given = {axis: degree for axis, degree in mesh.items() if degree > 1}
+    given = {axis: degree for axis, degree in pins.mesh.items() if degree > 1}
     for axis, degree in given.items():
         if axis not in _AXES:
             raise GraphparError(
@@ -57,4 +52,5 @@ def pins_of_generation(
     if pins.zero or pins.table is not None or pins.dp_mean:
         raise GraphparError("zero, dp_mean and a table of actions are for training; leave them out for generation.")
     unused = {axis: 1 for axis in AXIS if axis not in _AXES}
-    return replace(pins, microbatch_size=1, global_batch=groups_of(mesh, devices), recompute="none"), {**unused, **mesh}
+    groups = groups_of(pins.mesh, pins.size)
+    return replace(pins, mesh={**unused, **pins.mesh}, microbatch_size=1, global_batch=groups, recompute="none")

@@ -19,15 +19,14 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import Recompute
-from graphpar.passes.planning.asked import Asked
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import estimate_plan, planner_for, pricing_of
-from graphpar.passes.planning.recomputation import AUTO, OF_THE_MODEL, least_first, recomputed_blocks
+from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import AUTO, Recompute
 
 DECISIONS = ("mesh", "schedule", "microbatches", "zero", "recompute", "cuts")
 """What can be asked about by name; recomputation and cuts also by the paths of blocks and of modules where stages begin."""
@@ -62,10 +61,10 @@ class NextBest:
 class Decisions:
     """The decisions of ``plan`` for ``program`` on ``cluster``, and their next best values. ``asked``: what the user asked for."""
 
-    def __init__(self, program: Program, plan: Plan, cluster: Cluster, asked: Asked | None) -> None:
+    def __init__(self, program: Program, plan: Plan, cluster: Cluster, asked: PlanConstraints | None) -> None:
         self.program, self.plan, self.cluster = program, plan, cluster
-        self.pins = PlanConstraints() if asked is None else asked.pins
-        self.pinned_axes = {} if asked is None else dict(asked.mesh)
+        self.pins = PlanConstraints() if asked is None else asked
+        self.pinned_axes = dict(self.pins.mesh)
         self.given, self.by_default = asked is None, asked is not None and not asked.searched
 
     @cached_property
@@ -142,7 +141,7 @@ class Decisions:
         recompute = self.pins.recompute
         return replace(
             self.pins,
-            recompute=AUTO if recompute in (OF_THE_MODEL, AUTO) else recompute,
+            recompute=AUTO if recompute is None else recompute,
             global_batch=self.plan.global_batch,
             cluster=self.cluster,
             allow_batch_coupling=self.plan.allow_batch_coupling,
@@ -163,9 +162,7 @@ class Decisions:
                 self.program,
                 self.cluster,
                 axes,
-                replace(pins, table=None, overlap_tp=self.plan.overlap_tp),
-                top=0,
-                limit_s=LIMIT_S,
+                replace(pins, table=None, overlap_tp=self.plan.overlap_tp, top=0, time_limit=LIMIT_S),
             )
             other, complete = planner.fastest(keep)
         except GraphparError as error:
@@ -185,7 +182,7 @@ class Decisions:
         """Compare with other kinds for all blocks."""
         taken = self.plan.recompute
         value = taken if isinstance(taken, str) else "by block"
-        pinned = self.pins.recompute not in (OF_THE_MODEL, AUTO)
+        pinned = self.pins.recompute not in (None, AUTO)
         others: list[tuple[str, Recompute]] = [
             (kind, kind)
             for kind in least_first(self.program, overlap_tp=self.plan.overlap_tp, offload=self.plan.offload)

@@ -19,12 +19,10 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.bounds import StepBounds
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import (
-    SHOWN,
     Candidate,
     PlannerConstraints,
     Priced,
@@ -35,7 +33,9 @@ from graphpar.passes.planning.explored import Entry, Explored
 from graphpar.passes.planning.fitting import Fitting
 from graphpar.passes.planning.space import Space
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.option_kinds import SHOWN
 from graphpar.text import listed, plural, seconds_text
 
 NEAR = 1.03

@@ -17,21 +17,19 @@ from graphpar.cost_models.halved import halved
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import gather_dtype
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.planning.candidate_prices import gathering
-from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
+from graphpar.passes.planning.candidates import PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
-from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
+from graphpar.passes.planning.constraints import PlanConstraints, check_on_mesh
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner
-from graphpar.passes.planning.recomputation import AUTO, least_first, recomputed_blocks
+from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
 from graphpar.passes.planning.remedies import GROWTH, remedies
 from graphpar.passes.planning.rivals import search_together
 from graphpar.passes.planning.space import free_axes
@@ -40,7 +38,9 @@ from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of
 from graphpar.runtime.kernel_dropout import KERNEL
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.option_kinds import AUTO, SHOWN, Recompute
 from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
@@ -53,20 +53,18 @@ def search_plan(
     cluster: Cluster,
     pinned: Mapping[str, int],
     pins: PlanConstraints,
-    top: int = SHOWN,
-    limit_s: float | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Return the fastest plan that fits ``cluster``, with ``top`` alternatives; axes that are not ``pinned`` are searched.
+    """Return the fastest plan that fits ``cluster``, with ``pins.top`` alternatives; axes that are not ``pinned`` are searched.
 
-    After ``limit_s`` seconds the best so far is returned, with its gap; ``show`` is called with what the search is at.
+    After ``pins.time_limit`` seconds the best so far is returned, with its gap; ``show`` is called with what the search is at.
 
     Raises:
         GraphparError: the pins can't be met, or nothing fits.
     """
     pins = replace(pins, cluster=cluster)
-    planner = planner_for(program, cluster, pinned, pins, top, limit_s=limit_s, show=show)
-    rings, found = _searched(program, cluster, pinned, pins, planner, top, limit_s, show)
+    planner = planner_for(program, cluster, pinned, pins, show=show)
+    rings, found = _searched(program, cluster, pinned, pins, planner, show)
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         free = free_axes(pinned, pins.zero, program.mode)
@@ -104,8 +102,6 @@ def _searched(
     pinned: Mapping[str, int],
     pins: PlanConstraints,
     planner: Planner,
-    top: int,
-    limit_s: float | None,
     show: Callable[[str], None] | None,
 ) -> tuple[bool | None, SearchResult]:
     """Return whether collectives of tp run beside products, and what ``planner`` found, or one with these: the faster of both.
@@ -122,7 +118,7 @@ def _searched(
         if found.best is None or not (asked and _hides(cluster, planner)):  # a degree that was sharded later may
             return pins.overlap_tp, found
         begun = planner.begun()
-    beside = planner_for(program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show)
+    beside = planner_for(program, cluster, pinned, replace(pins, overlap_tp=True), planner, show)
     beside.space.lies_in(planner.space)
     number, found = search_together([(planner, begun), (beside, beside.begun())], wins)
     rings = pins.overlap_tp if number == 0 or found.best is None else found.best.candidate.mesh.tp > 1
@@ -144,9 +140,7 @@ def planner_for(
     cluster: Cluster,
     pinned: Mapping[str, int],
     pins: PlanConstraints,
-    top: int = SHOWN,
     like: Planner | None = None,
-    limit_s: float | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Planner:
     """Return a planner that searches what ``pinned`` and ``pins`` leave open; with the sharded programs of ``like``, if given."""
@@ -171,22 +165,23 @@ def planner_for(
         reshard=pins.reshard,
         prefetch=pins.prefetch,
         prefetch_distance=pins.prefetch_distance,
-        recompute=_able(program, pins) if pins.recompute == AUTO else (pins.recompute,),
-        whole_backwards=pins.compile,
-        check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
+        recompute=_able(program, pins) if pins.recompute == AUTO else (pins.recompute or "none",),
+        whole_backwards=bool(pins.compile),
+        check=lambda mesh, zero, reshard: check_on_mesh(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    moved = moved_on(cluster, pins.offload)
+    moved = moved_on(cluster, pins.offload or ())
     execution = replace(
         _execution(program, reduce_dtype=pins.reduce_dtype),
-        rings=bool(pins.overlap_tp), offload=moved, compiled=pins.compile,
+        rings=bool(pins.overlap_tp), offload=moved, compiled=bool(pins.compile),
     )  # fmt: skip
     dtype = dominant_dtype(program)
-    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
+    top = SHOWN if pins.top is None else pins.top
+    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, pins.time_limit, show)
 
 
 def _able(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
-    kinds = least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)
+    kinds = least_first(program, bool(pins.compile), bool(pins.overlap_tp), pins.offload)
     try:
         recomputed_blocks(program, kinds[-1])
     except GraphparError:

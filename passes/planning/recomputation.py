@@ -11,36 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from graphpar.annotations.patterns import matching
-from graphpar.cost_models.execution import share_of
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import GATHERS, Recomputation, Recompute
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.gradients import blocks_without_backward
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.runtime.compiled import WHOLE
+from graphpar.runtime.option_kinds import BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
 from graphpar.text import listed
 
-OF_THE_MODEL = "of the model"
-"""What the model itself runs under ``torch.utils.checkpoint``, where nothing is asked for."""
-AUTO = "auto"
-"""The least recomputation with which a plan fits."""
-KINDS = ("none", GATHERS, "selective", "full")
-BESIDE_OFFLOAD = ("none", "full")
-"""Those beside which what blocks keep can be moved to the host: all of it is autograd's."""
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
 def least_first(
-    program: Program, compile: bool = False, overlap_tp: bool = False, offload: Collection[str] = ()
+    program: Program, compile: bool = False, overlap_tp: bool = False, offload: Collection[str] | None = None
 ) -> tuple[str, ...]:
     """Return the kinds that :data:`AUTO` tries, in order.
 
     Args:
         compile: those of blocks that ``torch.compile`` compiles.
-        overlap_tp: no budgets, see :func:`check_beside_rings`.
+        overlap_tp: no budgets, which number operators that it runs in pieces.
         offload: with activations, those whose results autograd alone keeps.
     """
     kinds = _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
@@ -49,28 +41,8 @@ def least_first(
         for kind in kinds
         if (not compile or kind in WHOLE)
         and (not overlap_tp or share_of(kind) is None)
-        and ("activations" not in offload or kind in BESIDE_OFFLOAD)
+        and ("activations" not in (offload or ()) or kind in BESIDE_OFFLOAD)
     )
-
-
-def check_beside_rings(value: Recompute) -> None:
-    """Check that what is recomputed is not said by numbers of operators, which products in pieces have others of.
-
-    Raises:
-        GraphparError: it is.
-    """
-    kind = numbered(value)
-    if kind is not None:
-        raise GraphparError(
-            f"recompute {kind} numbers the operators of a block, which overlap_tp does in pieces; take gathers, selective or full, or "
-            "leave overlap_tp out."
-        )
-
-
-def numbered(value: Recompute) -> str | None:
-    """Return the first kind that says by numbers of operators what runs again; None where none does."""
-    kinds = value.values() if isinstance(value, Mapping) else (value,)
-    return next((kind for kind in kinds if isinstance(kind, str) and share_of(kind) is not None), None)
 
 
 def of_the_model(program: Program) -> tuple[Recompute, list[str]]:
@@ -94,50 +66,6 @@ def _paths(program: Program) -> list[str]:
     return list(dict.fromkeys(path for block in program.blocks.values() for path in block.instances))
 
 
-def read_recompute(text: str) -> Recompute:
-    """Read a kind, or ``PATTERN=KIND,PATTERN=KIND,...``, as the command line has it.
-
-    Raises:
-        GraphparError: an entry has no kind, or a pattern is there twice.
-    """
-    if "=" not in text:
-        return text
-    entries = [entry.strip() for entry in text.split(",")]
-    for entry in entries:
-        if entry.count("=") != 1:
-            raise GraphparError(f"recompute: {entry!r} is not PATTERN=KIND, such as layers.*=full.")
-    patterns = [entry.partition("=")[0].strip() for entry in entries]
-    for pattern in patterns:
-        if patterns.count(pattern) > 1:
-            raise GraphparError(f"recompute: the pattern {pattern!r} is given twice.")
-    return {pattern: entry.partition("=")[2].strip() for pattern, entry in zip(patterns, entries)}
-
-
-def check_recompute(value: Any) -> None:
-    """Check what is asked for, as far as that needs no program.
-
-    Raises:
-        GraphparError: it is of a wrong type, or names an unknown kind.
-    """
-    if isinstance(value, Mapping):
-        if not value:
-            raise GraphparError("recompute is an empty dict; give patterns over blocks, or leave it out.")
-        for pattern, kind in value.items():
-            if not isinstance(pattern, str):
-                raise GraphparError(f"recompute's keys are patterns over the paths of blocks, but one is {pattern!r}.")
-            _check_kind(f"recompute of {pattern!r}", kind)
-    else:
-        _check_kind("recompute", value)
-
-
-def _check_kind(what: str, kind: Any) -> None:
-    if isinstance(kind, str) and share_of(kind) is not None:
-        return
-    if not isinstance(kind, str) or kind not in KINDS:
-        hint = near_match(kind, KINDS) if isinstance(kind, str) else ""
-        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(KINDS)}, or budget:SHARE.{hint}")
-
-
 def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
     """Return the kind of each block that is recomputed, by its path.
 
@@ -145,7 +73,7 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         GraphparError: a pattern matches no block, or none that has a backward, there is no block, or no backward, or a block can't run
             again.
     """
-    check_recompute(asked)
+    checked_recompute("recompute", asked)
     if asked == "none":
         return {}
     if program.mode != "train":

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints, check_offload
-from graphpar.passes.planning.recomputation import AUTO
-from graphpar.runtime.axes import OFFLOADS
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import AUTO, OFFLOADS
+from graphpar.runtime.options import check_decisions
 from graphpar.text import seconds_text
 
 GROWTH = (2, 4, 8, 16)
@@ -76,7 +76,7 @@ def _offloaded(
     if program.mode != "train" or cluster.device.host_link is None:
         return []
     for count in range(1, len(OFFLOADS) + 1):
-        wider = [each for each in itertools.combinations(OFFLOADS, count) if set(each) > set(pins.offload)]
+        wider = [each for each in itertools.combinations(OFFLOADS, count) if set(each) > set(pins.offload or ())]
         changes = [
             _Change(pinned, wanted, lambda _, each=each: f"offload={','.join(each)!r}")  # type: ignore[misc]
             for each in wider
@@ -90,6 +90,7 @@ def _offloaded(
 
 def _can(pins: PlanConstraints, program: Program) -> bool:
     try:
+        check_decisions(PlanConstraints(offload=pins.offload, recompute=pins.recompute), Mesh(), program.mode)
         check_offload(pins, program)
     except GraphparError:
         return False

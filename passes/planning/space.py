@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterator, Mapping
 
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import program_mesh
 from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
-from graphpar.passes.planning.sharded_state import level_of
 from graphpar.passes.sharding.exchange import exchangeable
 from graphpar.passes.sharding.experts import find_experts
 from graphpar.runtime.axes import AXIS
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import TRAIN
+from graphpar.runtime.options import level_of
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches
 
 FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)

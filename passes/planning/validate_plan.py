@@ -16,31 +16,18 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
-from graphpar.passes.kernel_dropout import check_dropout, with_dropout
+from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
-from graphpar.passes.planning.constraints import (
-    PlanConstraints,
-    check_degrees,
-    check_microbatch_size,
-    check_pipelined,
-    read_offload,
-)
-from graphpar.passes.planning.recomputation import check_recompute
-from graphpar.passes.planning.sharded_state import (
-    check_prefetch,
-    check_reshard,
-    check_zero,
-    check_zero1_by,
-    gathers_again,
-)
+from graphpar.passes.planning.constraints import PlanConstraints, check_pipelined
 from graphpar.passes.sharding.keys import by_node, keys_of
 from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
-from graphpar.runtime.axes import AXIS, ZERO1_BY
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.compiled import obstacle
 from graphpar.runtime.layout import Type
+from graphpar.runtime.options import Decisions, check_decisions, options_of
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
 
@@ -61,27 +48,17 @@ def validate_plan(program: Program, given: Plan) -> Plan:
     custom = None
     if given.actions is not None and given.schedule == CUSTOM:
         custom = "\n".join(",".join(row) for row in given.actions)
+    decisions = {name: getattr(given, name) for name in options_of(Decisions)}
     pins = PlanConstraints(
-        schedule=None if custom else given.schedule,
-        microbatch_size=given.microbatch_size,
-        global_batch=given.global_batch,
-        split_points=given.split_points,
-        table=custom,
-        allow_batch_coupling=given.allow_batch_coupling,
-        dp_mean=given.dp_mean,
-        zero=given.zero,
-        zero1_by=given.zero1_by,
-        reshard=given.reshard,
-        prefetch=given.prefetch,
-        prefetch_distance=given.prefetch_distance or None,
-        recompute=given.recompute,
-        overlap_tp=given.overlap_tp,
-        offload=read_offload(given.offload),
-        compile=given.compile,
-        dtype=given.dtype,
-        param_dtype=given.param_dtype,
-        reduce_dtype=given.reduce_dtype,
-        cluster=given.cluster,
+        **decisions
+        | {
+            "schedule": None if custom else given.schedule,
+            "dropout": None,  # the program's
+            "prefetch_distance": given.prefetch_distance or None,
+            "split_points": given.split_points,
+            "table": custom,
+            "cluster": given.cluster,
+        }
     )
     axes = placed_axes(program, given.mesh)
     if dict(given.sharding.degrees) != axes:
@@ -128,16 +105,9 @@ def check_alone(plan: Plan) -> None:
     Raises:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
-    check_recompute(plan.recompute)
-    check_dropout(plan.dropout, plan.compile)
     if plan.compile:
         check_compiled(plan)
-    check_zero(plan.mesh, plan.zero, plan.mode)
-    check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
-    check_reshard(plan.mesh, plan.zero, plan.reshard)
-    again = gathers_again(plan.mesh.pp, plan.zero, plan.reshard)
-    check_prefetch(again, plan.prefetch, plan.prefetch_distance or None)
-    check_degrees(plan.mesh, plan.global_batch)
+    check_decisions(plan, plan.mesh, plan.mode)
     if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
         raise GraphparError(
             f"The plan contradicts itself: its mesh has {plan.mesh.size} devices, but its cluster {plan.cluster} has "
@@ -154,7 +124,6 @@ def check_alone(plan: Plan) -> None:
         if plan.mesh.pp > 1 and (get_schedule(plan.schedule).lead is not None or plan.zero >= 2):
             what = plan.schedule if plan.zero < 2 else f"{plan.schedule} with sharded state"
             raise GraphparError(f"The plan's actions is None, but {what} runs as a table of them. Plan again.")
-    check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.replicas)
 
 
 def check_model(program: Program, plan: Plan) -> None:

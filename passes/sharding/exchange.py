@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of, where
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.placement import Context, operands_of, results_of
@@ -32,6 +31,7 @@ from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.expert_modules import expert_modules
 from graphpar.passes.sharding.experts import first_dim
 from graphpar.runtime.layout import ExpertRows, Shard, Type, local_size
+from graphpar.runtime.mesh import Mesh
 
 AXIS = "dp_expert"
 _FIRST = Shard(0)

@@ -10,8 +10,8 @@ import pytest
 import graphpar as gp
 from graphpar.cli.explain_decisions import DecisionExplainer
 from graphpar.hardware.cluster import Cluster
-from graphpar.passes.planning.asked import ask, planned
 from graphpar.passes.planning.next_best import DECISIONS, Decisions
+from graphpar.passes.planning.plan_request import plan_request, planned
 from tests.programs import example
 
 CLUSTER = "1x4xA100-SXM-80GB"
@@ -19,7 +19,7 @@ CLUSTER = "1x4xA100-SXM-80GB"
 
 def explained(**pins: Any) -> tuple[gp.Plan, dict[str, dict[str, Any]], list[str]]:
     program, cluster = example("gpt"), Cluster.parse(CLUSTER)
-    asked = ask(cluster, **pins)
+    asked = plan_request(cluster, **pins)
     plan = planned(program, asked)
     explainer = DecisionExplainer(Decisions(program, plan, cluster, asked))
     lines = explainer.named("plan")
@@ -79,7 +79,7 @@ def test_the_next_best_is_the_fastest_of_all_pins(pins: dict[str, Any]) -> None:
 
 def test_blocks_and_cuts_by_path() -> None:
     program, cluster = example("gpt"), Cluster.parse("1x2xA100-SXM-80GB")
-    asked = ask(cluster, mesh={"pp": 2}, split=["blocks.3"])
+    asked = plan_request(cluster, mesh={"pp": 2}, split=["blocks.3"])
     plan = planned(program, asked)
     explainer = DecisionExplainer(Decisions(program, plan, cluster, asked))
     cut, block = explainer.lines("blocks.3")

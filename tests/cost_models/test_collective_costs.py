@@ -16,10 +16,10 @@ from graphpar.cost_models import collectives
 from graphpar.cost_models.collectives import KINDS, Group, Network
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Link
-from graphpar.ir.mesh import Mesh
 from graphpar.operators.transitions import collective_cost
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.layout import coordinates
+from graphpar.runtime.mesh import Mesh
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
 ONE = Group(1, 1, 1)

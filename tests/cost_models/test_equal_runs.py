@@ -12,8 +12,8 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
-from graphpar.ir.mesh import Mesh
 from graphpar.passes.planning.measured_units import units_of
+from graphpar.runtime.mesh import Mesh
 from tests.programs import example
 
 

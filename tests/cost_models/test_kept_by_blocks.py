@@ -18,10 +18,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import graphpar as gp
 from graphpar.cost_models.pipeline_units import JoinedUnits
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import pricing_of
+from graphpar.runtime.mesh import Mesh
 
 RANKS, TOKENS, WIDTH, HIDDEN = 4, 1024, 2048, 7168
 

@@ -27,13 +27,13 @@ from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import concrete_shape, value_of
 from graphpar.passes.planning.planning import table_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import peak_in_flight

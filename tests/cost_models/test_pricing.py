@@ -29,11 +29,11 @@ from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
-from graphpar.ir.mesh import Mesh
 from graphpar.operators.contractions import ONE
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.shard import shard
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.registry import SCHEDULES
 from tests.cost_models.test_memory import FAST, parts_of
 from tests.exact_memory import Activations, rank_memory

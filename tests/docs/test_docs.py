@@ -40,6 +40,7 @@ from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.main import main
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
+from graphpar.runtime.options import Decisions, options_of
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import SCHEDULES, action_table
 from graphpar.schedules.simulation import peak_in_flight, simulate
@@ -137,9 +138,8 @@ def _run(arguments: list[str]) -> str:
 
 def table(name: str) -> str:
     kind, _, argument = name.partition(" ")
-    return (
-        options(argument) if kind == "options" else {"schedules": schedules, "devices": devices, "steps": steps}[name]()
-    )
+    tables = {"schedules": schedules, "devices": devices, "steps": steps, "decisions": decisions}
+    return options(argument) if kind == "options" else tables[name]()
 
 
 def options(command: str) -> str:
@@ -151,6 +151,14 @@ def options(command: str) -> str:
             taken = "" if action.nargs == 0 or not action.option_strings else f" {_taken(action)}"
             names = ", ".join(f"`{name}{taken}`" for name in action.option_strings) or f"`{_taken(action)}`"
             rows.append(f"| {names.replace('|', chr(92) + '|')} | {action.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def decisions() -> str:
+    """The fields of ``plan.json`` that are options, as ``gp.plan`` tells of them."""
+    rows = ["| field | what |", "|---|---|"]
+    for name, known in options_of(Decisions).items():
+        rows.append(f"| `{name}` | {re.sub('``', '`', known.about or known.help)} |")
     return "\n".join(rows) + "\n"
 
 

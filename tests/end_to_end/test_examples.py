@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 import graphpar as gp
-from graphpar.ir.mesh import Mesh
+from graphpar.runtime.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
 from tests.programs import NO_SEQUENCE, SMALL, example, norms_pinned
 from tests.samples import sample

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.work import Collective
-from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.sharding.planned import sharded_as
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification.reference import run_reference
 from tests.programs import example, norms_pinned
 from tests.rank_pool import RankPool

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import graphpar as gp
 from graphpar.errors import GraphparError
-from graphpar.ir.recomputation import Recompute
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification import verify_all
 from tests.end_to_end.test_recompute import STEPS, run, same_bits, sent
 from tests.programs import example, norms_pinned

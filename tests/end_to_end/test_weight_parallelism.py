@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.events import VARIABLE
 from graphpar.runtime.layout import R, Shard, Stored, joined_all, local_shape, local_shard, shard_places
+from graphpar.runtime.mesh import Mesh
 from graphpar.verification import verify_all
 from graphpar.verification.type_check import check_folder
 from tests import steps_fixture, zero_fixture

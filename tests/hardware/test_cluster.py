@@ -18,9 +18,9 @@ from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
-from graphpar.ir.mesh import Mesh
 from graphpar.passes.compilation import priced
 from graphpar.report.report import report_data
+from graphpar.runtime.mesh import Mesh
 from tests.docs.test_docs import ALL
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import AXES, GROUPS
+from graphpar.runtime.mesh import Mesh
 
 MESH = Mesh(dp_replicate=2, dp_shard=2, cp=2)
 

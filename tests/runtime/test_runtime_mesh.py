@@ -15,12 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphpar.ir.mesh import Mesh
 from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, coordinates, joined_all, local_shard, parse_type, rank_at, shard_places
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.replicas import checksum
 from graphpar.runtime.worker import JobResult, run_jobs
 from graphpar.verification import Reference, Verification, compare

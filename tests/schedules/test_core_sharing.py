@@ -14,11 +14,11 @@ import graphpar as gp
 from graphpar.cost_models.estimates import Estimate
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Link
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import estimate_plan
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import graphpar as gp
-from graphpar.ir.recomputation import Recompute
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification.type_check import check_folder
 from tests.programs import example, norms_pinned
 

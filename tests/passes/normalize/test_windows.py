@@ -19,7 +19,7 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.ir.program import operator_name
 from graphpar.passes.normalize import causal_masks
-from graphpar.passes.planning.asked import ask, planned
+from graphpar.passes.planning.plan_request import plan_request, planned
 from graphpar.runtime import Pipeline, RuntimeProgramError, start
 from graphpar.runtime.sampling import Sampling
 from tests.programs import example_file
@@ -278,7 +278,7 @@ def test_what_a_plan_for_generation_leaves_out_is_said() -> None:
         ({"mesh": {"tp": 2}, "global_batch": 4}, "leave global_batch"),
     ):
         with pytest.raises(GraphparError, match=reason):
-            planned(program, ask(**options))  # type: ignore[arg-type]
+            planned(program, plan_request(**options))  # type: ignore[arg-type]
     assert gp.plan(program, 4).mesh.size == 4
 
 

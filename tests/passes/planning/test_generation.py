@@ -27,15 +27,15 @@ from graphpar.passes.planning.generation import groups_of, pins_of_generation
 )
 def test_every_stage_of_every_replica_has_a_group(mesh: dict[str, int], devices: int, groups: int) -> None:
     assert groups_of(mesh, devices) == groups
-    pins, given = pins_of_generation(PlanConstraints(), mesh, devices)
+    pins = pins_of_generation(PlanConstraints(mesh=mesh, devices=devices))
     assert (pins.global_batch, pins.microbatch_size) == (groups, 1)
-    assert given == {"dp_shard": 1, "dp_expert": 1, "cp": 1, **mesh}
+    assert pins.mesh == {"dp_shard": 1, "dp_expert": 1, "cp": 1, **mesh}
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_expert", "cp"])
 def test_axes_of_training_are_refused(axis: str) -> None:
     with pytest.raises(GraphparError, match=f"mesh {axis}=2 is for training.*sequences \\(dp_replicate\\)"):
-        pins_of_generation(PlanConstraints(), {axis: 2}, 2)
+        pins_of_generation(PlanConstraints(mesh={axis: 2}, devices=2))
 
 
 def test_replicas_are_searched_and_priced_by_the_groups_of_each() -> None:

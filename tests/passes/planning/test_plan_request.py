@@ -13,7 +13,7 @@ import torch
 
 import graphpar as gp
 from graphpar import api
-from graphpar.passes.planning.asked import ask
+from graphpar.passes.planning.plan_request import plan_request
 from graphpar.passes.planning.validate_plan import check_alone
 from graphpar.verification import Verification
 from tests.programs import example
@@ -75,7 +75,7 @@ NAMED = [
 @pytest.mark.parametrize(("asked", "expected"), NAMED, ids=[expected for _, expected in NAMED])
 def test_what_is_wrong_by_itself(asked: dict[str, Any], expected: str) -> None:
     with pytest.raises(gp.GraphparError) as refused:
-        ask(**asked)
+        plan_request(**asked)
     assert expected in str(refused.value)
 
 
@@ -164,10 +164,10 @@ def test_what_comes_first_is_named() -> None:
 
 EDITS = [
     ({"zero": 3}, "zero=3 shards state over dp_shard and cp, which have one rank"),
-    ({"zero": 4}, "zero is 4; it must be 0, 1, 2 or 3"),
+    ({"zero": 4}, "zero is 4; it must be one of 0, 1, 2, 3"),
     ({"zero1_by": "flat"}, "zero1_by=flat says how ZeRO-1 divides the state"),
     ({"zero1_by": "flta"}, "zero1_by is 'flta'"),
-    ({"prefetch_distance": -1}, "only zero=3 gathers them then"),
+    ({"prefetch_distance": -1}, "it must be at least 1"),
     ({"recompute": "ful"}, "recompute is 'ful'; it must be one of"),
     ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
     ({"schedule": "ZB-H1"}, "actions is "),

@@ -22,7 +22,6 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
@@ -30,6 +29,7 @@ from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
 from graphpar.passes.planning.recomputation import AUTO
 from graphpar.passes.planning.space import DEEP, DEPTHS
+from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 from tests.samples import drawn
@@ -463,7 +463,7 @@ def test_a_search_out_of_time_returns_the_best_so_far_and_a_bound_of_all() -> No
     cluster, pins = Cluster.of(small(10**12), 1, 4), PlanConstraints(global_batch=16)
     whole = planner_for(program_of("gpt"), cluster, {}, pins).search()
     texts: list[str] = []
-    found = planner_for(program_of("gpt"), cluster, {}, pins, limit_s=0.0, show=texts.append).search()
+    found = planner_for(program_of("gpt"), cluster, {}, replace(pins, time_limit=0.0), show=texts.append).search()
     assert whole.best is not None and found.best is not None
     assert 1 < found.priced < whole.priced
     assert any("as the time limit of" in text for text in found.left_out) and not whole.left_out[1:]
@@ -487,6 +487,6 @@ def test_a_search_out_of_time_solves_the_placements_without_which_nothing_fits()
     assert peaks[4] < peaks[2]
     short = Cluster.of(small((peaks[4] + peaks[2]) / 2), 1, 4)
 
-    found = planner_for(program, short, mesh, pins, limit_s=0.0).search()
+    found = planner_for(program, short, mesh, replace(pins, time_limit=0.0)).search()
 
     assert found.best is not None and found.best.candidate.mesh.tp == 4

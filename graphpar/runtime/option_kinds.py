@@ -1,0 +1,228 @@
+"""Kinds of values that options of a plan have: how each is read from the command line, checked, and kept in JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphpar.errors import GraphparError, near_match
+
+Recompute = str | Mapping[str, str]
+"""What blocks run again in the backward: one kind for all, or kinds by pattern over their paths."""
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
+DROPOUTS = ("exact", "kernel")
+OFFLOADS = ("optimizer", "activations")
+PREFETCH = ("pre", "post", "none")
+RESHARD = ("default", "always", "never")
+ZERO1_BY = ("contiguous", "longest", "flat")
+RECOMPUTE = ("none", "gathers", "selective", "full")
+BESIDE_OFFLOAD = ("none", "full")
+"""Those beside which what blocks keep can be moved to the host: all of it is autograd's."""
+AUTO = "auto"
+"""The least recomputation with which a plan fits."""
+SHOWN = 4
+"""How many plans that were not taken are shown."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values of an option.
+
+    Attributes:
+        check: takes the option's name and a value, and returns the value as it is kept; raises GraphparError where it is none.
+        types: of its JSON.
+        parse: reads it on the command line; errors of numbers are the parser's.
+        read: reads it afterwards, where that needs a file or its errors are many.
+        choices: offered by completion and help.
+        flag: the option takes no value: ``"on"``, or ``"either"`` with a ``--no-`` form.
+    """
+
+    check: Callable[[str, Any], Any]
+    types: tuple[type, ...] = (str,)
+    parse: Callable[[str], Any] = str
+    read: Callable[[str], Any] | None = None
+    choices: tuple[Any, ...] = ()
+    flag: str = ""
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Check a number of things.
+
+    Raises:
+        GraphparError: it is no whole number from ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise GraphparError(f"{name} is {value!r}; it must be a whole number.")
+    if value < least:
+        raise GraphparError(f"{name} is {value}; it must be at least {least}.")
+    return value
+
+
+def _parsed_number(text: str, least: int = 1) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise GraphparError(f"{text!r} is not a whole number.") from None
+    if value < least:
+        raise GraphparError(f"it is {value}; it must be at least {least}.")
+    return value
+
+
+def _parsed_count(text: str) -> int:
+    return _parsed_number(text, 0)
+
+
+def _parsed_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise GraphparError(f"{text!r} is not a number of seconds.") from None
+    if not 0 <= value < math.inf:
+        raise GraphparError(f"it is {text}; it must be a number of seconds, from 0.")
+    return value
+
+
+def _checked_seconds(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not value >= 0:
+        raise GraphparError(f"{name} is {value!r}; it must be a number of seconds from 0.")
+    return float(value)
+
+
+def one_of(choices: Sequence[Any], name: str, value: Any, more: str = "") -> Any:
+    if isinstance(value, bool) or value not in choices:
+        known = [str(choice) for choice in choices]
+        raise GraphparError(
+            f"{name} is {value!r}; it must be one of {', '.join(known)}{more}.{near_match(str(value), known)}"
+        )
+    return value
+
+
+def choice(*choices: str) -> Kind:
+    return Kind(lambda name, value: one_of(choices, name, value), choices=choices)
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    return bool(value)
+
+
+def _checked_reshard(name: str, value: Any) -> str | int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        one_of(RESHARD, name, value, ", or a number of ranks")
+    return value  # type: ignore[no-any-return]
+
+
+def _parsed_reshard(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def share_of(kind: str) -> float | None:
+    """Return the share of ``budget:SHARE``; None for other kinds of recomputation.
+
+    Raises:
+        GraphparError: it is not a number from 0 to 1.
+    """
+    if not kind.startswith("budget:"):
+        return None
+    try:
+        share = float(kind.removeprefix("budget:"))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise GraphparError(f"recompute is {kind!r}; the share of a budget is from 0 to 1, such as budget:0.6.")
+    return share
+
+
+def checked_recompute(name: str, value: Any) -> Recompute:
+    """Check what blocks are to run again.
+
+    Raises:
+        GraphparError: it is of a wrong type, or names an unknown kind.
+    """
+    if isinstance(value, Mapping):
+        if not value:
+            raise GraphparError(f"{name} is an empty dict; give patterns over blocks, or leave it out.")
+        for pattern, kind in value.items():
+            if not isinstance(pattern, str):
+                raise GraphparError(f"{name}'s keys are patterns over the paths of blocks, but one is {pattern!r}.")
+            _checked_recomputation(f"{name} of {pattern!r}", kind)
+        return dict(value)
+    return value if value == AUTO else _checked_recomputation(name, value)
+
+
+def _checked_recomputation(name: str, kind: Any) -> str:
+    if not isinstance(kind, str) or share_of(kind) is None:
+        one_of(RECOMPUTE, name, kind, ", or budget:SHARE")
+    return str(kind)
+
+
+def _read_recompute(text: str) -> Recompute:
+    """``KIND``, or ``PATTERN=KIND,PATTERN=KIND,...``."""
+    if "=" not in text:
+        return text
+    entries = [entry.strip() for entry in text.split(",")]
+    for entry in entries:
+        if entry.count("=") != 1:
+            raise GraphparError(f"recompute: {entry!r} is not PATTERN=KIND, such as layers.*=full.")
+    patterns = [entry.partition("=")[0].strip() for entry in entries]
+    for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise GraphparError(f"recompute: the pattern {pattern!r} is given twice.")
+    return {pattern: entry.partition("=")[2].strip() for pattern, entry in zip(patterns, entries)}
+
+
+def _checked_offload(name: str, value: Any) -> tuple[str, ...]:
+    names = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        names = [names]
+    for each in names:
+        one_of(OFFLOADS, name, each, ", or both, separated by a comma")
+    return tuple(each for each in OFFLOADS if each in names)
+
+
+def _checked_edges(name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise GraphparError(f"{name} is {value!r}; it must be two numbers, of layers before and after.")
+    first, last = (whole_number(name, each, least=0) for each in value)
+    return first, last
+
+
+def _read_edges(text: str) -> tuple[int, int]:
+    first, comma, last = text.partition(",")
+    try:
+        return int(first), int(last if comma else first)
+    except ValueError:
+        raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
+
+
+def _read_split(text: str) -> list[str | dict[str, str]]:
+    """``a.1,a.3:end``."""
+    if not text.strip(", "):
+        raise GraphparError(
+            f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out."
+        )
+    points: list[str | dict[str, str]] = []
+    for entry in filter(None, (piece.strip() for piece in text.split(","))):
+        path, colon, where = entry.partition(":")
+        points.append({path: where} if colon else path)
+    return points
+
+
+def _any(name: str, value: Any) -> Any:
+    return value
+
+
+COUNT = Kind(whole_number, (int,), _parsed_number)
+FLAG = Kind(_checked_flag, (bool,), flag="on")
+EITHER = Kind(_checked_flag, (bool,), flag="either")
+TEXT = Kind(_any)
+LEVEL = Kind(lambda name, value: one_of(range(4), name, value), (int,), int, choices=tuple(range(4)))
+RESHARDED = Kind(_checked_reshard, (str, int), _parsed_reshard)
+RECOMPUTED = Kind(checked_recompute, (str, dict), read=_read_recompute)
+OFFLOADED = Kind(_checked_offload, (list,))
+ANY_COUNT = Kind(lambda name, value: whole_number(name, value, 0), (int,), _parsed_count)
+SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
+SPLIT = Kind(_any, read=_read_split)
+EDGES = Kind(_checked_edges, (list,), read=_read_edges)
+STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
