@@ -27,39 +27,17 @@ In this folder:
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
 
-from graphpar.runtime import Pipeline, start, text_file
-from graphpar.runtime.arguments import count, input_file, number, output_file, parsed, positive, token_ids, whole
+from graphpar.runtime import Pipeline, generate_arguments, start, text_file
 
 PROGRAM = Path(__file__).parent
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Generate with {name} on {count}.")
-    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
-    parser.add_argument("--tokens", action="append", type=token_ids, default=[], help="the same as ids: 15,3,8")
-    parser.add_argument("--tokenizer", type=input_file, help="tokenizer.json, or its folder, for --prompt")
-    parser.add_argument("--max-new-tokens", type=count, help="for each prompt (default: what the cache has room for)")
-    parser.add_argument("--sample", action=argparse.BooleanOptionalAction, help="draw tokens, or take the likeliest")
-    parser.add_argument("--temperature", type=positive)
-    parser.add_argument("--top-k", type=whole)
-    parser.add_argument("--top-p", type=positive)
-    parser.add_argument("--repetition-penalty", type=positive)
-    parser.add_argument("--seed", type=whole, default=0)
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
-    weights.add_argument("--checkpoint", type=input_file, help="a checkpoint of training, under any plan, for the weights")
-    parser.add_argument("--json", type=output_file, help="where to write the tokens and texts")
-    parser.add_argument("--timeout", type=number, default=600, help="seconds that a rank waits for another")
-    return parsed(parser)
-
-
 def main() -> None:
-    args = arguments()
+    args = generate_arguments("Generate with {name} on {count}.")
     with start(args.timeout) as ranks:
         pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
         if args.checkpoint:

@@ -28,6 +28,7 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
+from graphpar.codegen.dead_code import without_unused
 from graphpar.codegen.describe import shapes_of
 from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
 from graphpar.codegen.generate_script import EXAMPLE, generate_script
@@ -65,6 +66,18 @@ from graphpar.runtime.modes import GENERATE, SCRIPTS
 from graphpar.runtime.plan_record import NAMES
 from graphpar.runtime.stages import emitted_package, stage_module
 from graphpar.text import compressed, plural
+
+_LIBRARIES = (
+    "layers",
+    "gated",
+    "rotary",
+    "ring_attention",
+    "ring_products",
+    "parallel_products",
+    "random_streams",
+    "collectives",
+)
+"""Modules of :mod:`graphpar.emitted` of which a package has what it uses; one that another imports comes after it."""
 
 _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
     """A module that holds parameters of these shapes."""
@@ -138,6 +151,7 @@ def _package(
         files["recomputation.py"] = inspect.getsource(recomputation)
     if GATHERS in kinds:
         files["gathering.py"] = _of_package(gathering)
+    files = without_unused(files, _LIBRARIES)
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,

@@ -29,35 +29,21 @@ In this folder:
 from __future__ import annotations
 
 import argparse
-import itertools
-{modules}from collections.abc import Iterator
-from pathlib import Path
+{modules}from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+{saving}from torch import Tensor
 from torch.utils.data import Dataset
 
 {imported}
-{types}
 
 PROGRAM = Path(__file__).parent
 
 
-class RandomExamples(Dataset[dict[str, Tensor]]):
-    """Examples that depend on their index and the seed alone."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return {examples}
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed * len(self) + index)
-        return {{
+def random_example(generator: torch.Generator) -> dict[str, Tensor]:
+    return {{
 {inputs}
-        }}
+    }}
 
 
 def dataset(args: argparse.Namespace, seed: int, held_out: bool) -> Dataset[dict[str, Tensor]]:
@@ -67,54 +53,23 @@ def dataset(args: argparse.Namespace, seed: int, held_out: bool) -> Dataset[dict
     """
     if args.data:
 {tokens}
-    return RandomExamples(seed + held_out)
-
-
-def batches(
-    args: argparse.Namespace, pipeline: Pipeline, first: int = 0, held_out: bool = False
-) -> Iterator[dict[str, Tensor]]:
-    """What this rank needs of each global batch of {batch} examples, from batch number ``first`` on; held-out ones once."""
-    if args.batch:
-        return itertools.repeat(load_file(args.batch))
-    seed = pipeline.seed  # that of the checkpoint, when training goes on
-    return load(
-        pipeline, lambda: dataset(args, seed, held_out), seed=seed, first=first, workers=args.workers, once=held_out
-    )
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
-    parser.add_argument("--steps", type=count, default=10)
-{options}    parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
-    parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
-    parser.add_argument("--batch", type=input_file, help="safetensors file with one batch, used for every step")
-    parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
-    parser.add_argument("--workers", type=whole, default=0, help="processes of each rank that load examples")
-    parser.add_argument("--save", type=replaced_file, help="where to write the {saved}")
-    parser.add_argument("--json", type=output_file, help="where to write {recorded}")
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds that a rank waits for another")
-    return parsed(parser)
+    return RandomExamples(random_example, seed + held_out{examples})
 
 
 def main() -> None:
-    args = arguments()
+    args = {mode}_arguments("{verb} {name} on {devices} devices.")
     with start(args.timeout) as ranks:
         pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed, compile=args.compile)
-{check}        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
 {body}
 
 if __name__ == "__main__":
     main()
 '''
 
-_IMPORTED = (
-    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "first_batches", "load", "start",
-)  # fmt: skip
-
-_INFER_TYPES = ("count", "input_file", "output_file", "parsed", "positive", "replaced_file", "whole")
-_TYPES = sorted((*_INFER_TYPES, "checkpoint_folder", "limit", "number"))
-"""What reads the command line."""
+_IMPORTED = {
+    "train": ("Pipeline", "RandomExamples", "Training", "check_first_step", "start", "train_arguments"),
+    "infer": ("Pipeline", "RandomExamples", "batches", "infer_arguments", "start"),
+}
 
 _BEGINS = {
     "train": "It starts from weights/model.safetensors, or what --weights names; where there are none, from the model's initial weights, "
@@ -129,67 +84,31 @@ EXAMPLES = {
 }
 """Options that a user may begin with, by mode."""
 
+EXAMPLES_AT_LEAST = 1_000_000
+"""How many random examples there are, unless a batch has more."""
+
 _LOSSES = {
     False: " Losses and gradients are those of the global batch.",
     True: " Losses and gradients are means over the replicas, each of its own rows, as in DDP.",
 }
 
-_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
-    parser.add_argument("--clip", type=limit, default=1.0, help="largest norm of the gradient")
-    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, as if they were one")
-    parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
-    parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
-    parser.add_argument(
-        "--checkpoint", type=checkpoint_folder, help="folder of checkpoints: go on from its latest, and save there"
-    )
-    parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
-    parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
-    parser.add_argument("--log-file", type=output_file, help="file to which each step adds a line of JSON at once")
-    parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
-    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
-    parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and end")
-"""
-
-_CHECK = """        if args.check:
+_TRAIN = """        if args.check:
             return check_first_step(pipeline)  # against what compile --check-values stored
-"""
-
-_TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
-        saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
-        first = saved.step if saved else 0
-        begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0  # under any plan
-        schedule = pipeline.lr_schedule(optimizer, first)  # of the model file, or none
-        stop = StopSignal(ranks) if args.checkpoint else None
-        held_out: list[dict[str, Tensor]] = []
-        if args.eval_every:
-            pipeline.check_eval()
-            held_out += first_batches(batches(args, pipeline, held_out=True), args.eval_batches)
-        data = batches(args, pipeline, begun)
-        with Log(pipeline, args.steps, first, every=args.log_every, batches=args.accumulate, file=args.log_file,
-                 history=args.json, tensorboard=args.tensorboard) as log:  # fmt: skip
-            for step in range(first, args.steps):
-                loss = pipeline.step([next(data) for _ in range(args.accumulate)], step=step)
+        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
+        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
+        # Resumes from --checkpoint; between steps it evaluates and saves, and in the end it writes --save.
+        with Training(pipeline, optimizer, ranks, args, dataset) as training:
+            for step, batches in training:
+                loss = pipeline.step(batches, step=step)
                 norm = pipeline.clip_grad_norm_(args.clip)  # every .grad is the single-device gradient
                 optimizer.step()
-                log.step(step, loss, norm, optimizer)
-                schedule.step()
+                training.log(loss, norm)
+                training.schedule.step()  # of the model file, or none
                 pipeline.zero_grad()
-                done, ending = step + 1, stop is not None and stop.received()
-                if args.eval_every and done % args.eval_every == 0:
-                    log.held_out(step, pipeline.eval(held_out))  # the loss of all of them, as in model.eval()
-                if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
-                    position = {"examples": (begun + (done - first) * args.accumulate) * pipeline.program.global_batch}
-                    pipeline.save_checkpoint(
-                        args.checkpoint / str(done), optimizer, step=done, data=position, keep=args.keep
-                    )
-                    log.restart()
-                if ending:
-                    return
-        if args.save:
-            pipeline.save_weights(args.save)
 """
 
-_INFER = """        for step, batch in zip(range(args.steps), batches(args, pipeline)):
+_INFER = """        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
+        for step, batch in zip(range(args.steps), batches(args, pipeline, dataset)):
             began = time.perf_counter()
             outputs = pipeline.infer(batch, step=step)
             if outputs is not None and pipeline.reports:  # one rank of the last stage
@@ -215,42 +134,34 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         f"{verb} {program.name} on {devices} device{'s' if devices > 1 else ''}{mesh}: {what}, {plan.microbatches} "
         f"microbatch{'es' if plan.microbatches > 1 else ''} of {size} example{'s' if size > 1 else ''}{replicas}."
     )
-    inputs = [
-        f'            "{entry.name}": {_random(entry)},' for entry in program.inputs if entry.role != "sample_keys"
-    ]
+    inputs = [f'        "{entry.name}": {_random(entry)},' for entry in program.inputs if entry.role != "sample_keys"]
     tokens, body = _tokens(program), _TRAIN if program.mode == "train" else _INFER
-    check = _CHECK if program.mode == "train" else ""
-    text = _TEMPLATE.format(
+    return _TEMPLATE.format(
         title=textwrap.fill(f"{title}{_LOSSES[plan.dp_mean] if program.mode == 'train' else ''}", WIDTH - len('"""')),
         devices=plan.mesh.size,
         example=EXAMPLES[program.mode],
         placement="\n".join(placement_lines(plan, stages)),
-        batch=plan.global_batch,
-        examples=f"{max(1_000_000, plan.global_batch):_}",
         inputs="\n".join(inputs),
+        examples=f", {plan.global_batch:_}" if plan.global_batch > EXAMPLES_AT_LEAST else "",
         tokens=tokens,
         name=program.name,
         verb=verb,
+        mode=program.mode,
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
         modules="" if program.mode == "train" else "import json\nimport time\n",
-        check=check,
-        imported=_import("", (name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline load start")),
-        types=_import(".arguments", _TYPES if program.mode == "train" else _INFER_TYPES),
-        options=_TRAIN_OPTIONS if program.mode == "train" else "",
-        saved="trained weights" if program.mode == "train" else "outputs",
-        recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
+        saving="" if program.mode == "train" else "from safetensors.torch import save_file\n",
+        imported=_import(
+            sorted({*_IMPORTED[program.mode], *(n for n in ("RuntimeProgramError", "TokenDataset") if n in tokens)})
+        ),
         body=body,
     )
-    if program.mode == "train":
-        return text
-    return text.replace("import load_file\n", "import load_file, save_file\n")
 
 
-def _import(module: str, names: Iterable[str]) -> str:
-    """Import from a module of the runtime, in one line or several."""
+def _import(names: Iterable[str]) -> str:
+    """Import from the runtime, in one line or several."""
     given = ", ".join(names)
-    line = f"from graphpar.runtime{module} import {given}"
-    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime{module} import ({given})", ""))
+    line = f"from graphpar.runtime import {given}"
+    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime import ({given})", ""))
 
 
 def placement_lines(plan: Plan, stages: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphpar.runtime.arguments import count
+    from graphpar.runtime.arguments import count, generate_arguments, infer_arguments, train_arguments
     from graphpar.runtime.check import check_first_step
     from graphpar.runtime.checkpoint import Checkpoint
     from graphpar.runtime.data import TokenDataset, first_batches, load, pad
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphpar.runtime.pipeline import Pipeline
     from graphpar.runtime.random_streams import sample_keys
     from graphpar.runtime.texts import text_file
+    from graphpar.runtime.training import RandomExamples, Training, batches
 
 _MODULES = {
     "AgreedError": "errors",
@@ -28,19 +29,25 @@ _MODULES = {
     "Log": "log",
     "Manifest": "manifest",
     "Pipeline": "pipeline",
+    "RandomExamples": "training",
     "Ranks": "distributed",
     "RuntimeProgramError": "errors",
     "StopSignal": "distributed",
     "TokenDataset": "data",
+    "Training": "training",
+    "batches": "training",
     "check_first_step": "check",
     "count": "arguments",
     "first_batches": "data",
+    "generate_arguments": "arguments",
+    "infer_arguments": "arguments",
     "load": "data",
     "load_manifest": "manifest",
     "pad": "data",
     "sample_keys": "random_streams",
     "start": "distributed",
     "text_file": "texts",
+    "train_arguments": "arguments",
 }
 
 __all__ = [
@@ -50,19 +57,25 @@ __all__ = [
     "Log",
     "Manifest",
     "Pipeline",
+    "RandomExamples",
     "Ranks",
     "RuntimeProgramError",
     "StopSignal",
     "TokenDataset",
+    "Training",
+    "batches",
     "check_first_step",
     "count",
     "first_batches",
+    "generate_arguments",
+    "infer_arguments",
     "load",
     "load_manifest",
     "pad",
     "sample_keys",
     "start",
     "text_file",
+    "train_arguments",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The types of values on an emitted script's command line."""
+"""The command lines of emitted scripts: their options, and the types of values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,71 @@ _EXCLUDES = {
     "check": ("accumulate", "batch", "checkpoint", "data", "eval_every", "json", "log_file", "save", "tensorboard"),
 }
 """Options that have no effect beside another one."""
+
+
+def train_arguments(description: str) -> argparse.Namespace:
+    """Read the command line of a script that trains; end with a sentence where a value is wrong or an option would be ignored."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=count, default=10)
+    parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
+    parser.add_argument("--clip", type=limit, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, as if they were one")
+    parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
+    parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
+    parser.add_argument(
+        "--checkpoint", type=checkpoint_folder, help="folder of checkpoints: go on from its latest, and save there"
+    )
+    parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
+    parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--log-file", type=output_file, help="file to which each step adds a line of JSON at once")
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
+    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and end")
+    _add_common(parser, "trained weights", "loss, gradient norm and seconds of every step")
+    return parsed(parser)
+
+
+def infer_arguments(description: str) -> argparse.Namespace:
+    """Read the command line of a script that infers; end with a sentence where a value is wrong or an option would be ignored."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=count, default=10)
+    _add_common(parser, "outputs", "outputs' shapes")
+    return parsed(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser, saved: str, recorded: str) -> None:
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
+    parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
+    parser.add_argument("--batch", type=input_file, help="safetensors file with one batch, used for every step")
+    parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
+    parser.add_argument("--workers", type=whole, default=0, help="processes of each rank that load examples")
+    parser.add_argument("--save", type=replaced_file, help=f"where to write the {saved}")
+    parser.add_argument("--json", type=output_file, help=f"where to write {recorded}")
+    parser.add_argument("--timeout", type=positive, default=600, help="seconds that a rank waits for another")
+
+
+def generate_arguments(description: str) -> argparse.Namespace:
+    """Read the command line of a script that generates; end with a sentence where a value is wrong."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
+    parser.add_argument("--tokens", action="append", type=token_ids, default=[], help="the same as ids: 15,3,8")
+    parser.add_argument("--tokenizer", type=input_file, help="tokenizer.json, or its folder, for --prompt")
+    parser.add_argument("--max-new-tokens", type=count, help="for each prompt (default: what the cache has room for)")
+    parser.add_argument("--sample", action=argparse.BooleanOptionalAction, help="draw tokens, or take the likeliest")
+    parser.add_argument("--temperature", type=positive)
+    parser.add_argument("--top-k", type=whole)
+    parser.add_argument("--top-p", type=positive)
+    parser.add_argument("--repetition-penalty", type=positive)
+    parser.add_argument("--seed", type=whole, default=0)
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
+    weights.add_argument(
+        "--checkpoint", type=input_file, help="a checkpoint of training, under any plan, for the weights"
+    )
+    parser.add_argument("--json", type=output_file, help="where to write the tokens and texts")
+    parser.add_argument("--timeout", type=number, default=600, help="seconds that a rank waits for another")
+    return parsed(parser)
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:

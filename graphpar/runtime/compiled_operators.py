@@ -34,7 +34,7 @@ def _(streams: str, shape: Sequence[int], p: float, keys: Tensor, batch_dim: int
 def hide_masks(streams: ModuleType) -> None:
     """Make the emitted ``random_streams`` draw its masks in an operator of its own, which computes as before."""
     name = streams.__name__
-    if getattr(streams.keep_mask, "__module__", None) == __name__:
+    if not hasattr(streams, "keep_mask") or streams.keep_mask.__module__ == __name__:
         return
     _MASKS[name] = streams.keep_mask
 

@@ -167,7 +167,7 @@ def _legal_reshard(reshard: str | int, given: Decisions, mesh: Mesh, mode: str) 
     if not 1 < reshard < mesh.shards or mesh.shards % reshard:
         between = [str(number) for number in range(2, mesh.shards) if mesh.shards % number == 0]
         raise GraphparError(
-            f"reshard={reshard} must divide {mesh.state_text} and be smaller: {', '.join(between) or 'no number does'}."
+            f"reshard={reshard} must be a proper divisor of {mesh.state_text}: {', '.join(between) or 'it has none'}."
         )
 
 

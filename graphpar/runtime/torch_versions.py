@@ -36,8 +36,9 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
     Since torch 2.14 a bound ``apply`` is not Python; it runs the class's ``forward``, which is replaced then.
     """
     function: Any = torch.autograd.Function
+    functions: Any = torch.autograd.function
     if not isinstance(vars(function).get("apply"), type(vars(torch._C._FunctionBase)["apply"])):
-        base = torch.autograd.function._SingleLevelFunction  # one class above Function, whose own apply calls it
+        base = functions._SingleLevelFunction  # one class above Function, whose own apply calls it
         base.apply = classmethod(apply)  # type: ignore[attr-defined]
         try:
             yield
@@ -50,7 +51,7 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
     def applied(cls: type, *arguments: Any, **options: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active()
-        return (torch.autograd.function.custom_function_call if transformed else apply)(cls, *arguments, **options)
+        return (functions.custom_function_call if transformed else apply)(cls, *arguments, **options)
 
     function.apply = classmethod(applied)
     for cls in classes:

@@ -74,14 +74,21 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 
 def declare_collectives(module: ModuleType, axes: Axes) -> None:
-    """Type the functions of an emitted ``collectives.py``, before other files import them by name."""
+    """Type the functions of an emitted ``collectives.py``, those that it has, before other files import them by name."""
     module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "dp_expert", "cp", "ep", "tp")})
     for name, rule in _RULES.items():
-        setattr(module, name, _transition(getattr(module, name), rule, axes))
+        if hasattr(module, name):
+            setattr(module, name, _transition(getattr(module, name), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
-    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
-    ends, offsets, exchange, size = module.rank_ends, module.own_offsets, module.Exchange, module.size
-    piece, losses_of = module._piece, module._vocab_losses
+    rank, size = module.rank, module.size
+
+    def own(name: str) -> Any:
+        return getattr(module, name, None)
+
+    index, embedding, ends, offsets = (
+        own(name) for name in ("global_index", "vocab_embedding", "rank_ends", "own_offsets")
+    )
+    exchange, piece, losses_of = (own(name) for name in ("Exchange", "_piece", "_vocab_losses"))
 
     def own_rank(axis: str) -> Any:
         """Return the rank as a number that differs between ranks."""
@@ -161,7 +168,8 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
         "_vocab_losses": vocab_losses,
     }
     for name, function in replaced.items():
-        setattr(module, name, function)
+        if hasattr(module, name):
+            setattr(module, name, function)
 
 
 def declare_ring(module: ModuleType, axes: Axes) -> None:
@@ -187,7 +195,8 @@ def declare_ring(module: ModuleType, axes: Axes) -> None:
         return found
 
     for name, function in {"ring_attention": ring_attention, "rank": plain_rank}.items():
-        setattr(module, name, function)
+        if hasattr(module, name):
+            setattr(module, name, function)
 
 
 def declare_rotary(module: ModuleType, axes: Axes) -> None:
@@ -200,6 +209,9 @@ def declare_rotary(module: ModuleType, axes: Axes) -> None:
         with untyped():
             result: Tensor = rotary(*operands, interleaved)
             copies = [pairs(operand.detach(), x.size(-1), interleaved).clone() for operand in operands]
+        for axis in (axis for axis, kind in kinds[0].items() if kind is spmd.I):  # tables have no gradient: R is I
+            for table in kinds[1:]:
+                table[axis] = spmd.I if table.get(axis) is spmd.R else table[axis]
         x, cos, sin = (give(operand, own, axes) for operand, own in zip(copies, kinds))
         return give(result, kinds_of(x * cos + x * sin, axes), axes)
 
@@ -218,7 +230,8 @@ def declare_gated(module: ModuleType, axes: Axes) -> None:
         return gated
 
     for name in ("swiglu", "geglu"):
-        setattr(module, name, declared(getattr(module, name)))
+        if hasattr(module, name):
+            setattr(module, name, declared(getattr(module, name)))
 
 
 def declare_products(module: ModuleType, collectives: ModuleType) -> None:

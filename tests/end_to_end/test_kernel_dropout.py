@@ -223,7 +223,7 @@ def test_prices_and_memory_follow() -> None:
 
 def test_what_it_can_not_do_is_refused() -> None:
     program = example("gpt_dropout")
-    with pytest.raises(gp.GraphparError, match="dropout is 'kernels'; it must be exact or kernel"):
+    with pytest.raises(gp.GraphparError, match="dropout is 'kernels'; it must be one of exact, kernel"):
         gp.plan(program, mesh={"tp": 2}, dropout="kernels")
     with pytest.raises(gp.GraphparError, match="compiled blocks can't do"):
         gp.plan(program, mesh={"tp": 2}, dropout="kernel", compile=True)

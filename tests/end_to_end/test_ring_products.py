@@ -171,9 +171,11 @@ def test_the_report_counts_and_an_option_without_effect_is_an_error() -> None:
         "5 gathers and 4 reduce-scatters of tp beside 11 products, in 2 pieces each"
         in parts("tp 2").files["report.html"]
     )
-    with pytest.raises(GraphparError, match=r"overlap_tp runs collectives .* but the mesh has tp=1; give mesh tp=2"):
+    with pytest.raises(GraphparError, match="overlap_tp requires tensor parallelism; give mesh tp=2"):
         gp.plan(program(), mesh={"dp_replicate": 2}, overlap_tp=True)
-    with pytest.raises(GraphparError, match=r"recompute budget:0.5 numbers .* take gathers, selective or full"):
+    with pytest.raises(
+        GraphparError, match=r"recompute=budget:0.5 is incompatible with overlap_tp.* take gathers, selective or full"
+    ):
         gp.plan(program(), mesh={"tp": 2}, overlap_tp=True, recompute={"blocks.*": "budget:0.5"})
     whole = gp.plan(program(), mesh={"tp": 2}, shard_plan={"**": "replicate"}, overlap_tp=True)
     with pytest.raises(GraphparError, match="overlap_tp: Model has no all-gather before a product"):

@@ -305,7 +305,7 @@ def test_a_parameter_in_two_units_is_refused(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "level 0 shards nothing": ({"mesh": {"dp_shard": 2}, "zero": 0}, "use dp_replicate=2"),
     "a level without the axis": ({"mesh": {"dp_replicate": 2}, "zero": 3}, "dp_shard and cp, which have one rank"),
-    "a level that is not": ({"mesh": {"dp_shard": 2}, "zero": 4}, "0, 1, 2 or 3"),
+    "a level that is not": ({"mesh": {"dp_shard": 2}, "zero": 4}, "one of 0, 1, 2, 3"),
     "devices that it does not divide": ({"mesh": {"dp_shard": 3}, "devices": 8}, "8 devices don't divide by"),
     "rows that it does not divide": ({"mesh": {"dp_shard": 3}}, "8 does not divide over dp_shard=3"),
 }

@@ -1,0 +1,128 @@
+"""Copies of ``graphpar.emitted`` modules without what a package does not use.
+
+files["collectives.py"], stages that import all_reduce ──► bind, rank, all_reduce and what these use
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from graphpar.codegen.layout import WIDTH, wrapped
+
+ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
+"""What the runtime and ``check`` use of a module, by its name."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A statement of a module, with comments before it: its lines from ``begin`` to ``end``, what it defines and what it uses."""
+
+    begin: int
+    end: int
+    defines: frozenset[str]
+    uses: frozenset[str]
+
+
+def without_unused(files: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    """Return ``files`` with the modules ``names`` cut down to what the others, and they themselves, use.
+
+    Args:
+        files: texts of a package's files by name.
+        names: modules that hold functions of graphpar's; one that another imports comes after it.
+    """
+    made = dict(files)
+    for name in names:
+        file = f"{name}.py"
+        if file in made:
+            wanted = {*ENTRIES.get(name, ()), *(used for text in made.values() for used in _imported(text, name))}
+            made[file] = _cut(made[file], wanted)
+    return made
+
+
+def _imported(text: str, module: str) -> Iterator[str]:
+    """What a file of the package takes from another: ``from .module import name``, or ``module.name``."""
+    if f"from .{module} import" not in text and f"from . import {module}" not in text:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module == module:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module:
+            yield node.attr
+
+
+def _cut(text: str, wanted: set[str]) -> str:
+    lines, tree = text.splitlines(), ast.parse(text)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    parts = list(_parts(tree, lines, imports[-1].end_lineno or 0))
+    used, kept = set(wanted), set[int]()
+    while more := [place for place, part in enumerate(parts) if place not in kept and part.defines & used]:
+        kept |= set(more)
+        used |= {name for place in more for name in parts[place].uses}
+    head = lines[: imports[0].lineno - 1]
+    body = "\n".join("\n".join(lines[parts[place].begin : parts[place].end]) for place in sorted(kept))
+    return (
+        re.sub(r"\n{4,}", "\n\n\n", "\n".join([*head, *_imports(imports, lines, used), body.lstrip()])).rstrip() + "\n"
+    )
+
+
+def _parts(tree: ast.Module, lines: list[str], begin: int) -> Iterator[_Part]:
+    """The statements after the imports; a text after an assignment is part of it, as blank lines and comments are of what follows."""
+    body = [node for node in tree.body if node.lineno > begin]
+    for place, node in enumerate(body):
+        if isinstance(node, ast.Expr):
+            continue
+        last = body[place + 1] if place + 1 < len(body) and isinstance(body[place + 1], ast.Expr) else node
+        end = last.end_lineno or 0
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names |= {found for each in ast.walk(node) if (found := _quoted(each))}
+        yield _Part(begin, end, frozenset(_defined(node)), frozenset(names))
+        begin = end
+    assert not [line for line in lines[begin:] if line.strip()], "a module ends with a statement"
+
+
+def _quoted(node: ast.AST) -> str:
+    """The name that an annotation in quotes is."""
+    return (
+        node.value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+        else ""
+    )
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign):
+        yield from (each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+def _imports(nodes: list[ast.Import | ast.ImportFrom], lines: list[str], used: set[str]) -> Iterator[str]:
+    """The imports of names that are used, in groups; of whole modules, which may register operators, all."""
+    groups: dict[int, list[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            (alias,) = node.names
+            text = lines[node.lineno - 1]
+            kept = "." in alias.name or (alias.asname or alias.name) in used
+        else:
+            source = f"{'.' * node.level}{node.module or ''}"
+            names = [
+                each.name + (f" as {each.asname}" if each.asname else "")
+                for each in node.names
+                if source == "__future__" or (each.asname or each.name) in used
+            ]
+            text, kept = f"from {source} import {', '.join(names)}", bool(names)
+            if len(text) > WIDTH:
+                text = "\n".join(wrapped(f"from {source} import ({', '.join(names)})", ""))
+        module = text.split()[1]
+        group = 0 if module == "__future__" else 3 if module.startswith(".") else 2 if module.startswith("torch") else 1
+        if kept:
+            groups.setdefault(group, []).append(text)
+    for group in sorted(groups):
+        yield from groups[group]
+        yield ""
