@@ -14,7 +14,7 @@ from graphpar.passes.sharding.pins import POINT
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    ("errors", "text", "display", "quiet_torch"), ("runtime", "emitted"), ("hardware", "schedules"), ("ir",), ("operators",),
+    ("text", "display", "quiet_torch"), ("runtime", "emitted"), ("errors",), ("hardware", "schedules"), ("ir",), ("operators",),
     ("codegen", "cost_models"), ("frontend",), ("annotations",), ("passes",), ("report",), ("parts",), ("verification",), ("api",),
     ("cli",), ("__main__",),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the runtime raises: one class for what the user must change, one for a launch that failed."""
+"""Errors for users: what was found, what was expected, and what to do. ``assert`` is for our own bugs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """The errors of a disk that is full, or that takes nothing."""
+
+
+class GraphparError(ValueError):
+    """Something that the user must change before a program is made: the model, the options, the plan."""
 
 
 class RuntimeProgramError(ValueError):
@@ -44,9 +48,14 @@ class LaunchError(RuntimeError):
 
 
 def near_match(name: str, known: Iterable[str]) -> str:
-    """Return a ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """Write the suffix ``" Did you mean 'x'?"``; empty when no name is close. Names that begin with ``name`` come first."""
+    names = list(known)
+    begun = [other for other in names if len(name) > 1 and other.startswith(name)]
+    close = begun[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if not close:
+        return ""
+    quoted = " or ".join(repr(match) for match in close)
+    return f" Did you mean {quoted}?"
 
 
 def root_cause(error: BaseException) -> BaseException:

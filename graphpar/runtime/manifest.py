@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpar.errors import GraphparError
 from graphpar.runtime.axes import AXES, AXIS, REPLICAS, STATE_AXES
-from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.errors import GraphparError, RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE, MODES

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.axes import AXES, AXIS, GROUPS, STATE_AXES
+from graphpar.runtime.errors import GraphparError, near_match
 
 _USUAL_NAMES = {name: axis.name for axis in AXIS.values() for name in axis.usual_names}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpar.errors import GraphparError, near_match
+from graphpar.runtime.errors import GraphparError, near_match
 
 Recompute = str | Mapping[str, str]
 """What blocks run again in the backward: one kind for all, or kinds by pattern over their paths."""

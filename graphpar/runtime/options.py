@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.axes import STATE_AXES
+from graphpar.runtime.errors import GraphparError, near_match
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import (
     ANY_COUNT,

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from graphpar.errors import GraphparError
 from graphpar.runtime.axes import AXES
-from graphpar.runtime.errors import RuntimeProgramError, near_match
+from graphpar.runtime.errors import GraphparError, RuntimeProgramError, near_match
 from graphpar.runtime.layout import Type, parse_type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, options_of

@@ -17,6 +17,8 @@ from spmd_types import rules
 from torch import Tensor
 from torch.nn import functional as F
 
+from graphpar.emitted import collectives as all_collectives
+
 Axes = Mapping[str, dist.ProcessGroup]
 Kinds = dict[Any, Any]
 """The type of a value by the name of the axis: ``spmd.R``, ``I``, ``V`` or ``P``."""
@@ -75,10 +77,11 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 def declare_collectives(module: ModuleType, axes: Axes) -> None:
     """Type the functions of an emitted ``collectives.py``, those that it has, before other files import them by name."""
-    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "dp_expert", "cp", "ep", "tp")})
-    for name, rule in _RULES.items():
-        if hasattr(module, name):
-            setattr(module, name, _transition(getattr(module, name), rule, axes))
+    groups = {axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "dp_expert", "cp", "ep", "tp")}
+    for each in (module, all_collectives):
+        each.bind(groups)
+    for name, rule in _RULES.items():  # those that it lacks may be what a product beside a collective is typed as
+        setattr(module, name, _transition(getattr(module, name, getattr(all_collectives, name)), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
     rank, size = module.rank, module.size
 

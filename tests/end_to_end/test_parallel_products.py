@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import graphpar as gp
 from graphpar.verification import verify_all
 from tests.programs import example, norms_pinned
+from tests.whole_modules import with_whole_modules
 
 GPT2 = {"**.ln_1": "sequence", "**.ln_2": "sequence", "transformer.ln_f": "sequence"}
 WHOLE = {"**.ln_1": {"inputs": ["I@tp"]}, "**.ln_2": {"inputs": ["I@tp"]}, "transformer.ln_f": {"inputs": ["I@tp"]}}
@@ -123,7 +124,7 @@ FAULTS = {
 def test_faults_are_found(fault: str) -> None:
     program = example("llama")
     made = gp.partition(program, parts("llama", 2, "kept").plan)
-    text = (made.folder / "parallel_products.py").read_text()
+    text = (with_whole_modules(made.folder) / "parallel_products.py").read_text()
     assert FAULTS[fault][0] in text
     (made.folder / "parallel_products.py").write_text(text.replace(*FAULTS[fault]))
     problems = gp.check(made.folder).problems

@@ -18,6 +18,7 @@ from graphpar.verification import verify_all
 from tests.end_to_end.test_recompute import STEPS, run, same_bits, sent
 from tests.programs import example, norms_pinned
 from tests.rank_pool import RankPool
+from tests.whole_modules import with_whole_modules
 
 WIDTH, WORDS, LAYERS = 32, 64, 8
 SEQUENCE = {"**.norm1": "sequence", "**.norm2": "sequence", "norm": "sequence"}
@@ -116,7 +117,7 @@ def test_faults_are_found(fault: str) -> None:
 
 
 def test_a_whole_operand_is_found_by_its_type(tmp_path: Path) -> None:
-    folder = parts("tp 2").save(tmp_path / "out")
+    folder = with_whole_modules(parts("tp 2").save(tmp_path / "out"))
     text = (folder / "blocks.py").read_text()
     wrong = text.replace(
         "ring_gathered_product(self.norm2(x)", 'ring_gathered_product(all_gather(self.norm2(x), "tp", dim=1)'

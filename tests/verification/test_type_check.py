@@ -28,6 +28,7 @@ from graphpar.passes.sharding.shard import lower
 from graphpar.verification.type_check import CheckResult, check_folder
 from tests.architectures import program_of
 from tests.programs import example, norms_pinned
+from tests.whole_modules import with_whole_modules
 
 Emit = Callable[..., Path]
 
@@ -409,7 +410,7 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
 def test_no_collective_of_an_example_can_be_dropped_or_have_another_gradient(
     name: str, axis: str, emitted: Emit, tmp_path: Path
 ) -> None:
-    folder = emitted(name, **{axis: 2})
+    folder = with_whole_modules(emitted(name, **{axis: 2}))
     missed, count = [], 0
     for file in ("blocks.py", "stage_0.py"):
         for what, text in _mutants((folder / file).read_text()):
