@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -172,3 +173,29 @@ def numbered_runs(paths: Sequence[str]) -> list[str]:
         else:
             runs.append((head, number, number))
     return [run if isinstance(run, str) else f"{run[0]}{indices_text(range(run[1], run[2] + 1))}" for run in runs]
+
+
+def json_text(value: Any, indent: int = 0, width: int = 120) -> str:
+    """Write JSON with a line for each value that fits in one, and lists of texts and numbers in filled lines."""
+    flat = json.dumps(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    deep = any(isinstance(y, dict | list) for x in inner if isinstance(x, dict | list) for y in _values(x))
+    if not isinstance(value, dict | list) or (len(flat) + indent <= width and not deep):
+        return flat
+    pad = " " * (indent + 1)
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(name)}: {json_text(each, indent + 1, width)}" for name, each in value.items()]
+    elif any(isinstance(each, dict | list) for each in value):
+        rows = [json_text(each, indent + 1, width) for each in value]
+    else:
+        filled = textwrap.fill(flat[1:-1], width - indent - 1, break_long_words=False, break_on_hyphens=False)
+        rows = (
+            [filled.replace("\n", f"\n{pad}")] if " " not in "".join(map(str, value)) else list(map(json.dumps, value))
+        )
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    joined = f",\n{pad}".join(rows)
+    return f"{begin}\n{pad}{joined}\n{' ' * indent}{end}"
+
+
+def _values(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value

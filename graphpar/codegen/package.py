@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -63,9 +62,9 @@ from graphpar.operators.gradients import blocks_without_backward
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.modes import GENERATE, SCRIPTS
-from graphpar.runtime.plan_record import NAMES
+from graphpar.runtime.plan_record import NAMES, packed_record
 from graphpar.runtime.stages import emitted_package, stage_module
-from graphpar.text import compressed, plural
+from graphpar.text import compressed, json_text, plural
 
 _LIBRARIES = (
     "layers",
@@ -156,7 +155,7 @@ def _package(
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
     }
-    files["plan.json"] = json.dumps(record, indent=1) + "\n"
+    files["plan.json"] = json_text(packed_record(record)) + "\n"
     if optimizer is not None and program.mode == "train":
         files["optimizer.py"] = optimizer
     generates = program.mode == GENERATE

@@ -21,6 +21,7 @@ from graphpar.runtime.errors import GraphparError, RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.modes import GENERATE, MODES
+from graphpar.runtime.name_runs import unpacked, unpacked_names
 from graphpar.runtime.options import Decisions, check_decisions
 from graphpar.runtime.plan_record import (
     DTYPES,
@@ -242,7 +243,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     interface = plan.record("interface")
     counts = interface.record("counts")
     ties = interface.lists("ties", str) if interface.has("ties") else ()
-    shapes = interface.listings("shapes", int) if interface.has("shapes") else {}
+    shapes = unpacked(interface.listings("shapes", int)) if interface.has("shapes") else {}
     manifest = Manifest(
         folder=Path(folder).resolve(),
         mode=record.mode,
@@ -260,7 +261,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         streams=interface.lists("streams", int) if interface.has("streams") else (),
         gather_dtype=_dtype(interface, "gather_dtype"),
         casts=_dtypes(interface, "casts"),
-        owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
+        owners=_under_every_name(unpacked(interface.values("owners", int)) if interface.has("owners") else {}, ties),
         steady=tuple(interface.optional("steady", list, [])),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
@@ -268,7 +269,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         coupled=interface.optional("coupled", (str, type(None)), None),
         unsplittable=interface.optional("unsplittable", (str, type(None)), None),
         plain=interface.optional("plain", dict, {}),
-        parameters=interface.strings("parameters") if interface.has("parameters") else (),
+        parameters=unpacked_names(interface.items("parameters", (str, dict))) if interface.has("parameters") else (),
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
         generation=interface.optional("generation", dict, {}),
         wrapped=f"{inner}." if (inner := interface.optional("pretrained", dict, {}).get("path")) else "",
@@ -286,7 +287,7 @@ def _dtype(record: Record, field: str) -> torch.dtype | None:
 
 
 def _dtypes(record: Record, field: str) -> dict[str, torch.dtype]:
-    names = record.values(field, str) if record.has(field) else {}
+    names = unpacked(record.values(field, str)) if record.has(field) else {}
     if strange := sorted(set(names.values()) - set(DTYPES)):
         raise RuntimeProgramError(f"{record.where}: {field} has {strange[0]!r}, not one of {', '.join(DTYPES)}")
     return {name: DTYPES[dtype] for name, dtype in names.items()}

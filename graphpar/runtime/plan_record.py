@@ -20,6 +20,7 @@ from graphpar.runtime.axes import AXES
 from graphpar.runtime.errors import GraphparError, RuntimeProgramError, near_match
 from graphpar.runtime.layout import Type, parse_type
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.name_runs import packed, packed_names, unpacked
 from graphpar.runtime.options import Decisions, options_of
 
 VERSION = 2
@@ -146,7 +147,7 @@ class PlanRecord:
                 StageRecord(each.get("index", int), each.get("rank", int), each.strings("modules"))
                 for each in plan.records("stages")
             ),
-            parameters=types_of(plan.get("parameters", dict), plan.where),
+            parameters=types_of(dict(sorted(unpacked(plan.get("parameters", dict)).items())), plan.where),
             actions=_actions(plan),
             decisions=_decisions(plan),
         )
@@ -164,6 +165,15 @@ def _decisions(plan: Record) -> dict[str, Any]:
         except GraphparError as error:
             raise RuntimeProgramError(f"{plan.where}: {error}") from None
     return found
+
+
+def packed_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``plan.json`` in which names of equal layers stand once; what reads a plan takes both."""
+    interface = dict(record["interface"])
+    interface |= {name: packed(interface[name]) for name in ("shapes", "owners", "casts") if name in interface}
+    if "parameters" in interface:
+        interface["parameters"] = packed_names(interface["parameters"])
+    return {**record, "parameters": packed(record["parameters"]), "interface": interface}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -184,6 +194,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def decisions_of(record: Mapping[str, Any]) -> str:
     """Return a hash of the decisions of a ``plan.json``: of all but the interface and the model file of its program."""
     decisions = {name: value for name, value in record.items() if name not in PROGRAM_FIELDS}
+    decisions |= {"parameters": unpacked(record.get("parameters", {}))}
     return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()
 
 
