@@ -18,8 +18,8 @@ from graphpar.annotations.patterns import ShardConstraints, names_of, resolve
 from graphpar.annotations.values import Choice, Spec
 from graphpar.cli.explain_decisions import compared
 from graphpar.codegen.describe import describe_shape
+from graphpar.cost_models.collective_costs import SentPrices
 from graphpar.cost_models.estimates import Estimate
-from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, module_path

@@ -18,8 +18,8 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
+from graphpar.passes.fsdp_units import with_own_units
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
-from graphpar.passes.own_units import with_own_units
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes

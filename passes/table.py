@@ -28,7 +28,7 @@ from graphpar.passes.normalize.pipe_split import keep_marks
 from graphpar.passes.normalize.random_streams import assign_streams, is_random
 from graphpar.passes.normalize.regions import inline_regions
 from graphpar.passes.normalize.simplify import remove_dead_code, simplify
-from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
+from graphpar.passes.normalize.static_masking import fill_unchosen, sizes_are_known
 from graphpar.passes.normalize.weights import cast_weights
 from graphpar.passes.normalize.windows import is_windowed, use_windows
 
@@ -260,7 +260,7 @@ PASSES = PassList(
             run=functionalize, check=_only_buffers_written,
         ),
         Pass(
-            "fill_unchosen", "graphpar.passes.normalize.unchosen", ("functionalize",),
+            "fill_unchosen", "graphpar.passes.normalize.static_masking", ("functionalize",),
             "rows that a mask does not choose keep their places; no size depends on values",
             "every size is known",
             run=fill_unchosen, check=sizes_are_known,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
+from graphpar.frontend.unsupported_calls import OffMeta, is_on_meta, off_meta
 from graphpar.runtime.deferred import Recorder
 
 ModelLike = nn.Module | Callable[[], nn.Module]

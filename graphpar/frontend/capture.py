@@ -34,6 +34,7 @@ from graphpar.frontend.evaluation import always_on, difference, may_differ
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
 from graphpar.frontend.generation import of_tokens, token_choice
+from graphpar.frontend.identical_modules import siblings
 from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
@@ -41,8 +42,7 @@ from graphpar.frontend.pretrained import pretrained_of
 from graphpar.frontend.regions import Regions, plain_regions
 from graphpar.frontend.repeated import Repetitions, repeated
 from graphpar.frontend.repetitions import expand
-from graphpar.frontend.siblings import siblings
-from graphpar.frontend.watched import (
+from graphpar.frontend.unsupported_calls import (
     COLLECTIVE_MODULES,
     DataAsDetached,
     OffMeta,

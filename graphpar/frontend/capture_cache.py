@@ -5,8 +5,8 @@
                                                                      └─ no ───► import the model file, trace, and store
 
 An entry is taken only if every file that was read, every path that was asked for, and every variable of the environment that was read
-while the model was imported, built and traced is as it was; see :mod:`graphpar.frontend.observed`. ``GRAPHPAR_CACHE`` names another
-folder; empty, nothing is kept. A model file whose import does more than define names is imported in each run; see
+while the model was imported, built and traced is as it was; see :mod:`graphpar.frontend.file_dependencies`. ``GRAPHPAR_CACHE`` names
+another folder; empty, nothing is kept. A model file whose import does more than define names is imported in each run; see
 :mod:`graphpar.frontend.effects`.
 """
 
@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 from graphpar.frontend.effects import EFFECTS
+from graphpar.frontend.file_dependencies import OBSERVED, Facts
 from graphpar.frontend.kept_file import described, inputs_described, kept
 from graphpar.frontend.modelfile import ModelFile, load_model_file, named_as_file
-from graphpar.frontend.observed import OBSERVED, Facts
 from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphpar.frontend.observed import OF_KERNELS
+from graphpar.frontend.file_dependencies import OF_KERNELS
 from graphpar.operators.rules import REGISTERED
 
 

@@ -5,7 +5,7 @@
 A trace has a symbol for the number of rows that each mask tensor chooses, and ``t > 0`` written twice makes two tensors: the loss
 would compare two unknown sizes. Here both get one symbol. They stay two operators and two tensors, so that writing to one
 does not change the other. Every mask is assumed to choose at least one row; that is safe, since the program made from the trace
-works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
+works on all rows (:mod:`graphpar.passes.normalize.static_masking`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
 from graphpar.frontend.effects import EFFECTS
-from graphpar.frontend.observed import OBSERVED
+from graphpar.frontend.file_dependencies import OBSERVED
 from graphpar.ir.program import is_plain
 from graphpar.runtime.manifest import InputInterface
 

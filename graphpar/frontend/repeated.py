@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_flatten
 
 from graphpar.frontend.calls import PLAIN, Call, NotRepeatedError, Player, Recorder, slot_of
+from graphpar.frontend.identical_modules import siblings
 from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well, is_number
-from graphpar.frontend.siblings import siblings
 from graphpar.ir.fakes import fake_like, fake_on, moved
 from graphpar.ir.program import memory_of
 from graphpar.operators.functions import plain_apply

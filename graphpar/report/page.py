@@ -11,7 +11,6 @@ from typing import Any
 from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.charts import axes_chart, memory_chart
 from graphpar.report.data import timeline_of
-from graphpar.report.explored import search_sections
 from graphpar.report.layout import TYPES, gap_text, redistribution_text, sent_text, sharding_legend, transitions_text
 from graphpar.report.memory_time import line_key, memory_over_time, memory_time_svg
 from graphpar.report.overlap import overlap_text
@@ -25,6 +24,7 @@ from graphpar.report.predicted import (
     stage_columns,
 )
 from graphpar.report.recomputation import recomputation_text
+from graphpar.report.search_page import search_sections
 from graphpar.report.state import state_text
 from graphpar.report.timeline_chart import key, timeline_svg
 from graphpar.runtime.modes import STEPS

@@ -53,7 +53,7 @@ def _bytes(sent: Sequence[tuple[Mapping[str, Any], int]], axis: str) -> float:
 
 class _Reader:
     def __init__(self, program: Program, plan: Plan, cluster: Cluster | None) -> None:
-        from graphpar.cost_models.sent import SentPrices  # imports torch; a report is read without it
+        from graphpar.cost_models.collective_costs import SentPrices  # imports torch; a report is read without it
 
         self.program, self.plan = program, plan
         self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster)
@@ -123,7 +123,7 @@ class _Reader:
 
     def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
         """Return the collectives of a node, with the name of the value."""
-        from graphpar.cost_models.sent import SENDING
+        from graphpar.cost_models.collective_costs import SENDING
         from graphpar.ir.program import operator_name
         from graphpar.operators.naming import value_name
 

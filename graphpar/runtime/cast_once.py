@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphpar.runtime.double import current
+from graphpar.runtime.fp64 import current
 
 Slot = tuple[nn.Module, str, torch.dtype]
 """A module, the name of its parameter, and the dtype in which that is read."""

@@ -27,14 +27,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from graphpar.runtime.boxes import Box
 from graphpar.runtime.checkpoint_folders import FORMAT, LATEST, PLAN, Part, begin, find, model_of, read_record
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.loss_scale import LossScale
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions, may_become
-from graphpar.runtime.stored_boxes import BoxWriter, SavePlanner, check_entries, read_entries, read_metadata, tensors_of
+from graphpar.runtime.stored_chunks import (
+    BoxWriter,
+    SavePlanner,
+    check_entries,
+    read_entries,
+    read_metadata,
+    tensors_of,
+)
+from graphpar.runtime.tensor_chunks import Box
 from graphpar.runtime.weights import listed, whole_shape
 
 

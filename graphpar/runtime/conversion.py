@@ -40,7 +40,7 @@ from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.plan_record import Adapter, Record, read_object
 from graphpar.runtime.saved_state import MODEL, is_frozen, may_become
 from graphpar.runtime.stages import emitted_package, empty_stage
-from graphpar.runtime.stored_boxes import (
+from graphpar.runtime.stored_chunks import (
     BoxWriter,
     SavePlanner,
     check_entries,

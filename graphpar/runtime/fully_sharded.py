@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.fp64 import current
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.torch_versions import parameter_groups

@@ -36,9 +36,9 @@ from torch.utils.hooks import RemovableHandle
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.delays import delay
 from graphpar.runtime.distributed import agreed, gather_tensors
-from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import event
+from graphpar.runtime.fp64 import current
 from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard

@@ -8,16 +8,16 @@ import sys
 import tempfile
 import weakref
 
-from graphpar.runtime import keeper
+from graphpar.runtime import process_supervisor
 
 
 class KeptFolder:
-    """A temporary folder, removed with this object, or by a keeper if the process is killed before."""
+    """A temporary folder, removed with this object, or by a supervisor if the process is killed before."""
 
     def __init__(self, prefix: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, self.name, "--"],
+            [sys.executable, "-I", "-S", process_supervisor.__file__, self.name, "--"],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
         )  # fmt: skip
         weakref.finalize(self, _close, process, self._folder)

@@ -3,7 +3,7 @@
 torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
 message of the rank that failed first
 
-this process ──pipe──► keeper ──► torchrun ──► ranks      keeper.py: whatever ends this process, nothing below it is left
+this process ──pipe──► supervisor ──► torchrun ──► ranks      process_supervisor.py: whatever ends this process, nothing below it is left
                                                  └ stderr of each rank in a file: kept apart from what torchrun itself prints
 """
 
@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from graphpar.runtime import keeper
+from graphpar.runtime import process_supervisor
 from graphpar.runtime.distributed import LAUNCHED
 from graphpar.runtime.errors import LaunchError
 
-ENDING_S = keeper.STOP_S + 2 * keeper.KILLED_S
-"""How long the keeper may take to end everything."""
+ENDING_S = process_supervisor.STOP_S + 2 * process_supervisor.KILLED_S
+"""How long the supervisor may take to end everything."""
 PEEK_S = 0.2
 """Seconds between two readings of the ranks' files."""
 TAIL_LINES = 40
@@ -105,7 +105,7 @@ def torchrun(
         command += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={logs / 'rendezvous'}"]
         command += [f"--rdzv-id={logs.name}", f"--log-dir={logs / 'ranks'}", "--redirects=2"]
         command += [*(["--module"] if module else []), str(target), *args]
-        kept = [sys.executable, "-I", "-S", keeper.__file__, scratch, *map(str, folders), "--", *command]
+        kept = [sys.executable, "-I", "-S", process_supervisor.__file__, scratch, *map(str, folders), "--", *command]
         usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables = {**usual, **os.environ, LAUNCHED: "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
         started = time.monotonic()
@@ -126,7 +126,7 @@ def torchrun(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have the keeper end what it started, if it still runs: when the time is up, or this process is interrupted."""
+    """Have the supervisor end what it started, if it still runs: when the time is up, or this process is interrupted."""
     assert process.stdin is not None and process.stdout is not None
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -32,6 +32,7 @@ from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.compiled import backend_of, check_compiles
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
+from graphpar.runtime.event_hooks import watch
 from graphpar.runtime.events import at
 from graphpar.runtime.forward import evaluating, forward_only
 from graphpar.runtime.fully_sharded import (
@@ -68,7 +69,6 @@ from graphpar.runtime.stages import (
     stage_function,
 )
 from graphpar.runtime.stored import optimizer_shards, stored_stage
-from graphpar.runtime.watch import watch
 from graphpar.runtime.weights import (
     check_names,
     fill_all,

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphpar.runtime.axes import AXES, STATE_AXES
-from graphpar.runtime.boxes import Box, boxes_of, part_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
@@ -28,6 +27,7 @@ from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.offloaded_state import OffloadedState
 from graphpar.runtime.optimizer_shards import OptimizerShards
+from graphpar.runtime.tensor_chunks import Box, boxes_of, part_of
 from graphpar.runtime.weights import listed, names_by_tie, whole_shape
 
 MODEL, STATE = ("model",), ("optimizer", "state")

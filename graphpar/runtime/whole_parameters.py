@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from graphpar.runtime.axes import STATE_AXES
-from graphpar.runtime.boxes import Box, part_of
 from graphpar.runtime.distributed import gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.optimizer_scope import Scope
 from graphpar.runtime.saved_state import State
+from graphpar.runtime.tensor_chunks import Box, part_of
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -33,8 +33,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from graphpar.runtime.distributed import Ranks, agreed, lost_peer, start
-from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError, root_cause
+from graphpar.runtime.fp64 import in_double
 from graphpar.runtime.fully_sharded import padded
 from graphpar.runtime.kernel_dropout import KERNEL, Drawn, watch_seeds
 from graphpar.runtime.launch import torchrun

@@ -27,7 +27,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource, is_plain
 from graphpar.ir.source import user_line
-from graphpar.runtime.double import doubled, in_double
+from graphpar.runtime.fp64 import doubled, in_double
 from graphpar.runtime.kept_folder import KeptFolder
 from graphpar.runtime.kernel_dropout import KERNEL
 from graphpar.runtime.modes import GENERATE, TRAIN

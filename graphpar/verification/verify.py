@@ -3,7 +3,7 @@
     every program ──► reference, ranks, comparison in its own dtypes ──► clear ────────────────────────────► the outcome
                                                                      └─► unclear ──► everything in float64 ──┘
 
-A bug shows in float64 as in float32; rounding does not. The text of the program is the same (:mod:`graphpar.runtime.double`).
+A bug shows in float64 as in float32; rounding does not. The text of the program is the same (:mod:`graphpar.runtime.fp64`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphpar.frontend.modelfile import find_model_file, load_model_file
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
-from graphpar.runtime.double import WIDER
+from graphpar.runtime.fp64 import WIDER
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.optimizers import factory

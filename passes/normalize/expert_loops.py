@@ -7,7 +7,7 @@
 
 A token that two slots send to one expert has two rows on the left and one on the right, whose weight is the sum of both: what is
 added to it is the same, since it is a multiple of the weight. What is left are rows that a mask chooses, which
-:mod:`graphpar.passes.normalize.unchosen` keeps in place: each expert then computes all tokens.
+:mod:`graphpar.passes.normalize.static_masking` keeps in place: each expert then computes all tokens.
 """
 
 from __future__ import annotations

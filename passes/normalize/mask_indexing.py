@@ -1,4 +1,4 @@
-"""One spelling of indexing by a mask, for :mod:`graphpar.passes.normalize.unchosen`.
+"""One spelling of indexing by a mask, for :mod:`graphpar.passes.normalize.static_masking`.
 
 x[mask.nonzero()[:, 0]], x[torch.where(mask)], masked_select(x, mask)   ->   x[mask]
 """

@@ -29,8 +29,8 @@ from graphpar.passes.planning.candidates import (
     SearchResult,
     Tried,
 )
-from graphpar.passes.planning.explored import Entry, Explored
 from graphpar.passes.planning.fitting import Fitting
+from graphpar.passes.planning.search_state import Entry, Explored
 from graphpar.passes.planning.space import Space
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh

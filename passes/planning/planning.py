@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from graphpar.cost_models.bf16_estimate import halved
 from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
-from graphpar.cost_models.halved import halved
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
@@ -27,11 +27,11 @@ from graphpar.passes.planning.candidate_prices import gathering
 from graphpar.passes.planning.candidates import PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
 from graphpar.passes.planning.constraints import PlanConstraints, check_on_mesh
+from graphpar.passes.planning.joint_search import search_together
 from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.planning.oom_suggestions import GROWTH, remedies
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
-from graphpar.passes.planning.remedies import GROWTH, remedies
-from graphpar.passes.planning.rivals import search_together
 from graphpar.passes.planning.space import free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.runtime import LaunchError, RuntimeProgramError, checkpoint_folders, conversion, stored_boxes
-from graphpar.runtime.boxes import boxes_of, flat_boxes
+from graphpar.runtime import LaunchError, RuntimeProgramError, checkpoint_folders, conversion, stored_chunks
 from graphpar.runtime.layout import Shard, local_shard
+from graphpar.runtime.tensor_chunks import boxes_of, flat_boxes
 from tests import checkpoint_fixture as fixture
 from tests.rank_pool import RankPool
 from tests.samples import sample
@@ -394,7 +394,7 @@ def test_a_kill_between_any_two_changes_of_a_folder(
                 save(name, when)
             except Killed:
                 left = 10**6
-                assert stored_boxes.read_metadata(checkpoint_folders.find(root)) is not None, allowed
+                assert stored_chunks.read_metadata(checkpoint_folders.find(root)) is not None, allowed
                 moments += 1
                 left = allowed
                 continue

@@ -16,7 +16,7 @@ import torch
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
-from graphpar.frontend import capture_cache, effects, modelfile, observed
+from graphpar.frontend import capture_cache, effects, file_dependencies, modelfile
 from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.effects import Effects
 from graphpar.frontend.modelfile import initial_weights
@@ -71,8 +71,8 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let model files be imported and observed as in a new process."""
-    fresh, fresh_effects = observed.Observed(), Effects()
-    for place in (capture_cache, modelfile, observed):
+    fresh, fresh_effects = file_dependencies.Observed(), Effects()
+    for place in (capture_cache, modelfile, file_dependencies):
         monkeypatch.setattr(place, "OBSERVED", fresh)
     for place in (capture_cache, modelfile):
         monkeypatch.setattr(place, "EFFECTS", fresh_effects)

@@ -21,7 +21,7 @@ import pytest
 from graphpar.cli import passes_command
 from graphpar.cli.main import main
 from graphpar.cli.output import write_text
-from graphpar.runtime.keeper import descendants
+from graphpar.runtime.process_supervisor import descendants
 from tests.samples import sample
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
@@ -81,7 +81,7 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
     )
     assert (
         len(started) >= 4 and len(folders) >= 2
-    )  # the keeper, torchrun, two ranks; those of the run and of its launch
+    )  # the supervisor, torchrun, two ranks; those of the run and of its launch
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     assert gone(started, 30.0)
     assert list(tmp_path.iterdir()) == []

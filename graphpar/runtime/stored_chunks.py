@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graphpar.runtime.boxes import Box
 from graphpar.runtime.checkpoint_folders import read_record
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.saved_state import MODEL, Entry
+from graphpar.runtime.tensor_chunks import Box
 
 TENSORS = "tensors.json"
 

@@ -1,15 +1,15 @@
 """Runs a command and leaves no process of it behind, however the process that asked for it ends.
 
-    parent ──pipe──► keeper ──► torchrun ──► ranks          python keeper.py FOLDER ... -- COMMAND ...
+    parent ──pipe──► supervisor ──► torchrun ──► ranks          python process_supervisor.py FOLDER ... -- COMMAND ...
 
-    the command ends            what is left below it is killed, and the keeper exits as the command did
+    the command ends            what is left below it is killed, and the supervisor exits as the command did
     SIGTERM                     the command is ended first
     the pipe closes             the parent has ended, by any signal: the command is ended, and the folders are removed
 
 Without a command it waits for the pipe to close, and removes the folders.
 
 A script that imports nothing of the package, so that it starts in milliseconds and needs little memory where memory is short.
-On Linux processes whose parents have died become the keeper's, so it finds them, and the command ends with the keeper.
+On Linux processes whose parents have died become the supervisor's, so it finds them, and the command ends with the supervisor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Stop:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``FOLDER ... -- COMMAND ...`` as the keeper; returns the command's exit status."""
+    """Run ``FOLDER ... -- COMMAND ...`` as the supervisor; returns the command's exit status."""
     split = arguments.index("--")
     folders, command = arguments[:split], arguments[split + 1 :]
     for ignored in (signal.SIGINT, signal.SIGHUP):

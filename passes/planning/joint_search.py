@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphpar.passes.planning.candidates import Priced, SearchResult
-from graphpar.passes.planning.explored import Explored
 from graphpar.passes.planning.planner import NEAR, Planner
+from graphpar.passes.planning.search_state import Explored
 
 
 @dataclass

@@ -9,10 +9,10 @@ import pytest
 from graphpar.hardware.cluster import Cluster
 from graphpar.passes.planning.candidates import Priced, SearchResult
 from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.passes.planning.joint_search import search_together
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import planner_for
 from graphpar.passes.planning.recomputation import AUTO
-from graphpar.passes.planning.rivals import search_together
 from tests.passes.planning.test_planner import program_of, small
 
 PINS: list[tuple[dict[str, int], dict[str, Any]]] = [
