@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"zero": 3, "shard_plan": {"layers.0.up.weight": "S(1)@cp"}},
         r"layers.0.up.weight is pinned to S\(1\)@cp, but zero=3 stores shards over cp=2 of parameters that are R@cp",
     ),
-    "parts that don't divide": ({"zero": 3, "reshard": 3}, "reshard=3 must be a divisor of cp=2"),
+    "parts that don't divide": ({"zero": 3, "reshard": 3}, "reshard=3 must be a proper divisor of cp=2"),
     "prefetch of what is kept": ({"zero": 2, "prefetch": "pre"}, "prefetch=pre requires ZeRO-3"),
     "a policy without state": ({"reshard": "never"}, "with cp=2 and zero=0 they are whole on every rank"),
 }

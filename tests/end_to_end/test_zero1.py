@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import graphpar as gp
 from graphpar.errors import GraphparError
+from graphpar.runtime.name_runs import unpacked
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
 from tests import architectures, zero1_fixture, zoo_programs
@@ -165,7 +166,7 @@ def test_emitted_units_and_owners(tmp_path: Path) -> None:
 
     text = (folder / "stage_0.py").read_text()
     assert text.endswith("    return [\n        *stage.layers.values(),\n        stage,\n    ]\n")
-    owners = json.loads((folder / "plan.json").read_text())["interface"]["owners"]
+    owners = unpacked(json.loads((folder / "plan.json").read_text())["interface"]["owners"])
     assert set(owners) == set(dict(Layered().named_parameters())) and set(owners.values()) == {0, 1}
     assert check_folder(folder).problems == []
 
