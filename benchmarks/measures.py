@@ -2,7 +2,7 @@
 
     python -m benchmarks.measures [--json]
 
-Counted are ``graphpar``, ``passes``, ``cost_models`` and ``cli``, with comments and blank lines.
+Counted is ``graphpar``, with comments and blank lines.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ from graphpar.runtime.options import Request, options_of
 from graphpar.schedules.registry import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("graphpar", "passes", "cost_models", "cli")
 SMALL_FILE, LARGE_FILE, SMALL_FUNCTION = 60, 600, 6
 
 
 def sources() -> dict[Path, str]:
-    """The text of each file of the product, by its path from the root; mapped folders once."""
-    files = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
-    found = {}
-    for path in files:
-        parts = path.relative_to(ROOT).parts
-        if not (parts[0] == "graphpar" and parts[1] in FOLDERS):
-            found[path.relative_to(ROOT)] = path.read_text(encoding="utf-8")
-    return found
+    """The text of each file of the product, by its path from the root."""
+    files = sorted((ROOT / "graphpar").rglob("*.py"))
+    return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}
 
 
 def measures() -> dict[str, int]:

@@ -20,10 +20,6 @@ ORDER = (
 )  # fmt: skip
 """Folders and files of ``graphpar``; those of one step know nothing of each other."""
 STEP = {name: step for step, names in enumerate(ORDER) for name in names}
-FOLDERS = {
-    "graphpar": ROOT / "graphpar",
-    **{f"graphpar.{name}": ROOT / name for name in ("passes", "cost_models", "cli")},
-}
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,9 @@ class Import:
 def modules() -> dict[str, Path]:
     """Every module of the package, by name."""
     found = {}
-    for package, folder in FOLDERS.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            if package == "graphpar" and parts[0] in ("passes", "cost_models", "cli"):
-                continue
-            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    for path in sorted((ROOT / "graphpar").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
     return found
 
 
