@@ -54,6 +54,9 @@ def near_match(name: str, known: Iterable[str]) -> str:
     close = begun[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if not close:
         return ""
+    if not begun:  # none that is much farther than the nearest
+        near = [difflib.SequenceMatcher(None, name, match).ratio() for match in close]
+        close = [match for match, ratio in zip(close, near) if ratio > near[0] - 0.05]
     quoted = " or ".join(repr(match) for match in close)
     return f" Did you mean {quoted}?"
 

@@ -112,7 +112,7 @@ def test_a_ring_has_complete_gradients_by_its_types(name: str) -> None:
 
 
 def test_the_check_refuses_whole_keys(tmp_path: Path) -> None:
-    parts("causal, cp 2").save(tmp_path / "out")
+    with_whole_modules(parts("causal, cp 2").save(tmp_path / "out"))
     file = tmp_path / "out" / "blocks.py"
     text = file.read_text()
     called = next(line for line in text.splitlines() if "ring_attention(" in line)
