@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import graphpar as gp
 from graphpar.verification import verify_all
+from tests.whole_modules import with_whole_modules
 
 RECOMPUTED = ("selective", "full", "budget:0.6")
 WIDTH, HEADS, GROUPS, WORDS = 32, 4, 2, 64
