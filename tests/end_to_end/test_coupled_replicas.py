@@ -13,6 +13,7 @@ from graphpar.verification import Reference, reference_for, verify_all
 from graphpar.verification.type_check import check_folder
 from tests.coupled_models import MODELS, case
 from tests.samples import sample
+from tests.whole_modules import with_whole_modules
 
 MESHES = {
     "dp2": {"dp_replicate": 2},
@@ -114,7 +115,7 @@ FAULTS = {
 @pytest.mark.sampled(2 / 5)
 def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
     name, file, before, after = FAULTS[fault]
-    folder = parts(name, "dp2").save(tmp_path / "faulty")
+    folder = with_whole_modules(parts(name, "dp2").save(tmp_path / "faulty"))
     text = (folder / file).read_text()
     assert before in text, text
     (folder / file).write_text(text.replace(before, after))
