@@ -18,9 +18,8 @@ from functools import cached_property
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.planner import Planner
-from graphpar.passes.planning.recomputation import AUTO
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import Recompute
+from graphpar.runtime.option_kinds import AUTO, Recompute
 from graphpar.schedules.registry import SCHEDULES
 from tests.plan_prices import StepPrices, in_all, kept_bytes, most_kept, on_top_bytes
 

@@ -331,7 +331,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         ties=(),
         placed=(),
         zero=0,
-        reduce_dtype=None,
+        reduced=None,
         dtype="fp32",
         scales_loss=False,
         fully_sharded=frozenset(),

@@ -23,7 +23,7 @@ from graphpar.passes.planning.candidates import Candidate, Point, pareto_front
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import planner_for
-from graphpar.passes.planning.recomputation import AUTO
+from graphpar.runtime.option_kinds import AUTO
 from tests.every_plan import EveryPlan, Way
 from tests.passes.planning.test_never_worse import faster
 from tests.passes.planning.test_planner import program_of, small

@@ -12,7 +12,7 @@ from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.joint_search import search_together
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import planner_for
-from graphpar.passes.planning.recomputation import AUTO
+from graphpar.runtime.option_kinds import AUTO
 from tests.passes.planning.test_planner import program_of, small
 
 PINS: list[tuple[dict[str, int], dict[str, Any]]] = [

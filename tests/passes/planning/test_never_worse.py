@@ -14,7 +14,7 @@ from graphpar.hardware.devices import Link
 from graphpar.passes.planning.candidates import SearchResult
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import planner_for
-from graphpar.passes.planning.recomputation import AUTO
+from graphpar.runtime.option_kinds import AUTO
 from tests.passes.planning.test_planner import program_of, small
 from tests.samples import sample
 

@@ -27,9 +27,9 @@ from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
-from graphpar.passes.planning.recomputation import AUTO
 from graphpar.passes.planning.space import DEEP, DEPTHS
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import AUTO
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 from tests.samples import drawn
