@@ -282,8 +282,8 @@ def test_what_is_printed_computes_the_same(name: str) -> None:
 # ---- one table ---------------------------------------------------------------------------------------------------
 
 _ALLOWED = {
-    "cost_models/fit_device.py": "rows of a calibration, which are named after what was measured",
-    "passes/normalize/simplify.py": "the pass itself: which function simplifies which operator",
+    "graphpar/cost_models/fit_device.py": "rows of a calibration, which are named after what was measured",
+    "graphpar/passes/normalize/simplify.py": "the pass itself: which function simplifies which operator",
     "graphpar/ir/source.py": "what Python's brackets are traced as; the folder is below the operators",
     "graphpar/runtime/deferred.py": "which operators leave memory unwritten; the folder is below the operators",
     "graphpar/runtime/optimizer_scope.py": "which operators of a step look at one element; the folder is below the operators",

@@ -111,7 +111,7 @@ def test_rows_that_the_model_chooses_run_whole() -> None:
     case = Case(Net(), (XS,), {}, lambda o, t: ((o - t) ** 2)[o > 0].mean(), (TS,))
     program = case.export()
 
-    assert "div is not additive over examples (test_unchosen.py" in refusal(program)
+    assert "div is not additive over examples (test_static_masking.py" in refusal(program)
     assert_same(run(program, case), eager(case))
 
 
@@ -146,19 +146,19 @@ AS_MANY: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", AS_MANY)
 def test_masks_that_choose_as_many_rows_are_not_taken_for_one(name: str) -> None:
-    with pytest.raises(gp.GraphparError, match=r"depends on values.*test_unchosen.py:\d+"):
+    with pytest.raises(gp.GraphparError, match=r"depends on values.*test_static_masking.py:\d+"):
         gp.export(Net(), (X,), loss_fn=AS_MANY[name], targets=(HALVES,))
 
 
 REFUSED: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
-    "spread": (X, lambda o, m: o[m].std(), (ROWS,), r"std \(test_unchosen.py:\d+\) needs a size made by index \(test_unchosen"),
-    "sorted": (X, lambda o, m: o[m].sort(0)[0].sum(), (ROWS,), r"sort \(test_unchosen.py:\d+\)"),
-    "joined": (X, lambda o, m: torch.cat([o[m], o]).mean(), (ROWS,), r"cat \(test_unchosen.py:\d+\)"),
-    "columns": (X, lambda o, m: o[:, m].mean(), (W > 1,), r"index \(test_unchosen.py:\d+\)"),
-    "different masks": (X, lambda o, t, m: (o[m] * t[t[:, 0] > 0]).mean(), (T, ROWS), r"test_unchosen.py:\d+"),
-    "unique": (X, lambda o, y: o.mean() * y.unique().sum(), (Y,), r"_unique2 \(test_unchosen.py:\d+\)"),
-    "len": (X, lambda o, m: o[m].sum() / len(o[m]), (ROWS,), r"test_unchosen.py:\d+"),
-    "branch": (X, lambda o, m: o[m].mean() if m.any() else o.sum() * 0, (ROWS,), r"test_unchosen.py:\d+"),
+    "spread": (X, lambda o, m: o[m].std(), (ROWS,), r"std \(test_static_masking.py:\d+\) needs a size made by index \(test_static_masking"),
+    "sorted": (X, lambda o, m: o[m].sort(0)[0].sum(), (ROWS,), r"sort \(test_static_masking.py:\d+\)"),
+    "joined": (X, lambda o, m: torch.cat([o[m], o]).mean(), (ROWS,), r"cat \(test_static_masking.py:\d+\)"),
+    "columns": (X, lambda o, m: o[:, m].mean(), (W > 1,), r"index \(test_static_masking.py:\d+\)"),
+    "different masks": (X, lambda o, t, m: (o[m] * t[t[:, 0] > 0]).mean(), (T, ROWS), r"test_static_masking.py:\d+"),
+    "unique": (X, lambda o, y: o.mean() * y.unique().sum(), (Y,), r"_unique2 \(test_static_masking.py:\d+\)"),
+    "len": (X, lambda o, m: o[m].sum() / len(o[m]), (ROWS,), r"test_static_masking.py:\d+"),
+    "branch": (X, lambda o, m: o[m].mean() if m.any() else o.sum() * 0, (ROWS,), r"test_static_masking.py:\d+"),
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_outputs_of_chosen_rows_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)[x[:, 0] > 0]
 
-    with pytest.raises(gp.GraphparError, match=r"index \(test_unchosen.py:\d+\)"):
+    with pytest.raises(gp.GraphparError, match=r"index \(test_static_masking.py:\d+\)"):
         gp.export(Chooses(), (X,), mode="infer")
 
 
