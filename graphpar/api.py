@@ -156,42 +156,36 @@ def _exported(
     return program
 
 
-def _plan(program: Program, *arguments: Any, **options: Any) -> Plan:
-    """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
+def _with_options(request: Callable[P, Request]) -> Callable[Concatenate[Program, P], Plan]:
+    """Return ``plan`` with the signature and the help of the options of a request."""
 
-        Args:
-    {options}
+    def plan(program: Program, *arguments: Any, **options: Any) -> Plan:
+        """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched."""
+        _take(program, Program, "plan")
+        return planned(program, plan_request(*arguments, **options))
 
-        Raises:
-            GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.
-    """
-    _take(program, Program, "plan")
-    return planned(program, plan_request(*arguments, **options))
+    made: Any = plan
+    signature = inspect.signature(plan)
+    parameters = [signature.parameters["program"], *inspect.signature(Request).parameters.values()]
+    made.__signature__ = signature.replace(parameters=parameters)
+    made.__qualname__ = "plan"
+    made.__doc__ = "\n".join([str(plan.__doc__), "", "Args:", *_described_options(), "", *_RAISES])
+    return made  # type: ignore[no-any-return]
 
 
-def _with_options(
-    function: Callable[..., Plan], request: Callable[P, Request]
-) -> Callable[Concatenate[Program, P], Plan]:
-    """Return ``function`` with the signature and the documentation of the options that a request has."""
-    first = next(iter(inspect.signature(function).parameters.values()))
-    signature = inspect.signature(Request)
-    named: Any = functools.partial(function)
-    named.__name__ = named.__qualname__ = "plan"
-    named.__module__ = __name__
-    named.__signature__ = signature.replace(
-        parameters=[first, *signature.parameters.values()], return_annotation="Plan"
-    )
-    named.__doc__ = (function.__doc__ or "").format(options="\n".join(_described_options()))
-    return named  # type: ignore[no-any-return]
+_RAISES = (
+    "Raises:",
+    "    GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.",
+)
 
 
 def _described_options() -> Iterator[str]:
     for name, known in options_of(Request).items():
-        text = known.about or known.help[:1].lower() + known.help[1:] + "."
-        yield from textwrap.wrap(f"{name}: {text}", 140, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        text = known.about or f"{known.help}."
+        yield from textwrap.wrap(f"{name}: {text}", 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
 
 
-plan = _with_options(_plan, Request)
+plan = _with_options(Request)
 
 
 def _take(value: object, kind: type, function: str, position: str = "first") -> None:

@@ -36,7 +36,7 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.next_best import Decisions
+from graphpar.passes.planning.next_best import Alternatives
 from graphpar.passes.planning.plan_request import check_batch, plan_request, planned
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
@@ -98,7 +98,7 @@ def compile_model(options: argparse.Namespace) -> Result:
     if options.explain:
         with progress("pricing what was not chosen"):
             explainer = DecisionExplainer(
-                Decisions(compilation.program, plan, compilation.cluster, asked if given is None else None)
+                Alternatives(compilation.program, plan, compilation.cluster, asked if given is None else None)
             )
             explanation = _explanation(compilation, options.explain, shard_plan, explainer)
     written = "" if folder is None else _write(compilation, report, file, folder, options)
@@ -240,9 +240,6 @@ def _names(text: str) -> list[str]:
 def _wanted(options: argparse.Namespace) -> dict[str, Any]:
     """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
     wanted = given_options(options)
-    for name in ("table", "shard_plan"):
-        if name in wanted:
-            wanted[name] = Path(wanted[name])
     cluster = None if options.cluster is None else Cluster.parse(options.cluster)
     if cluster is not None and options.devices not in (None, cluster.size):
         raise GraphparError(

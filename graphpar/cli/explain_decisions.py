@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate
-from graphpar.passes.planning.next_best import DECISIONS, Decisions, NextBest, costs
+from graphpar.passes.planning.next_best import DECISIONS, Alternatives, NextBest, costs
 from graphpar.report.predicted import PART_NAMES, named
 from graphpar.text import bytes_text, seconds_text
 
@@ -21,7 +21,7 @@ _MOST = 12
 class DecisionExplainer:
     """Explains decisions by name, and blocks and cuts by path."""
 
-    def __init__(self, decisions: Decisions) -> None:
+    def __init__(self, decisions: Alternatives) -> None:
         self.decisions = decisions
         self.found: list[NextBest] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from graphpar.runtime.errors import GraphparError, near_match
@@ -12,12 +13,19 @@ from graphpar.runtime.errors import GraphparError, near_match
 Recompute = str | Mapping[str, str]
 """What blocks run again in the backward: one kind for all, or kinds by pattern over their paths."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
+"""The dtypes in which a program computes, stores parameters and sums gradients."""
 DROPOUTS = ("exact", "kernel")
+"""How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
 OFFLOADS = ("optimizer", "activations")
+"""What may live in the host's memory: the optimizer's state, and what blocks keep between forward and backward."""
 PREFETCH = ("pre", "post", "none")
+"""When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
 RESHARD = ("default", "always", "never")
+"""When gathered parameters are freed: after each forward and backward (under a pipeline once a step), always so, or never in between."""
 ZERO1_BY = ("contiguous", "longest", "flat")
+"""How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""
 RECOMPUTE = ("none", "gathers", "selective", "full")
+"""What blocks run again in the backward; besides these, budgets."""
 BESIDE_OFFLOAD = ("none", "full")
 """Those beside which what blocks keep can be moved to the host: all of it is autograd's."""
 AUTO = "auto"
@@ -91,6 +99,11 @@ def _checked_seconds(name: str, value: Any) -> float:
 
 
 def one_of(choices: Sequence[Any], name: str, value: Any, more: str = "") -> Any:
+    """Return ``value``, which must be one of ``choices``; ``more``: what else it may be, in words.
+
+    Raises:
+        GraphparError: it is none of them; the nearest is named.
+    """
     if isinstance(value, bool) or value not in choices:
         known = [str(choice) for choice in choices]
         raise GraphparError(
@@ -100,11 +113,14 @@ def one_of(choices: Sequence[Any], name: str, value: Any, more: str = "") -> Any
 
 
 def choice(*choices: str) -> Kind:
+    """Make a kind of a few texts."""
     return Kind(lambda name, value: one_of(choices, name, value), choices=choices)
 
 
 def _checked_flag(name: str, value: Any) -> bool:
-    return bool(value)
+    if not isinstance(value, bool):
+        raise GraphparError(f"{name} is {value!r}; it must be True or False.")
+    return value
 
 
 def _checked_reshard(name: str, value: Any) -> str | int:
@@ -217,6 +233,8 @@ COUNT = Kind(whole_number, (int,), _parsed_number)
 FLAG = Kind(_checked_flag, (bool,), flag="on")
 EITHER = Kind(_checked_flag, (bool,), flag="either")
 TEXT = Kind(_any)
+FILE = Kind(_any, read=Path)
+"""On the command line a path, in Python the content or a ``Path``."""
 LEVEL = Kind(lambda name, value: one_of(range(4), name, value), (int,), int, choices=tuple(range(4)))
 RESHARDED = Kind(_checked_reshard, (str, int), _parsed_reshard)
 RECOMPUTED = Kind(checked_recompute, (str, dict), read=_read_recompute)

@@ -2,10 +2,10 @@
 
     field ──► compile --flag, gp.plan(keyword=...), completion
           ──► plan.json, Plan and Manifest, diff, the report's decisions        (fields of Decisions)
-          ──► docs/reference/options.md
+          ──► docs/reference/command_line.md, docs/reference/plan.md
 
 A field's declaration says all that is known of an option but what it does: its type, choices and default, what help and docs say, and
-when it is legal. Values are checked one by one by :meth:`Request.of`, and against each other and a mesh by :func:`check_decisions`.
+when it is legal. Values are checked one by one by :func:`checked`, and against each other and a mesh by :func:`check_decisions`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from graphpar.runtime.option_kinds import (
     DTYPE_NAMES,
     EDGES,
     EITHER,
+    FILE,
     FLAG,
     LEVEL,
     OFFLOADED,
@@ -383,7 +384,7 @@ class Request(Decisions):
         "schedule and the microbatches are the usual ones.",
     )
     table: Any = option(
-        TEXT, "a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1", group="pins", flag="--schedule-table", metavar="FILE.csv",
+        FILE, "a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1", group="pins", flag="--schedule-table", metavar="FILE.csv",
         about="a custom schedule, one row for each rank: ``0F0,0F1,0B0,0B1``; CSV as text, or the :class:`~pathlib.Path` of a file.",
     )
     split: Any = option(
@@ -402,7 +403,7 @@ class Request(Decisions):
         about="how many layers the parts before and after the layers count as.",
     )
     shard_plan: Any = option(
-        TEXT, "how weights and activations are sharded: patterns in a .json, .toml or .py file", group="pins", metavar="FILE",
+        FILE, "how weights and activations are sharded: patterns in a .json, .toml or .py file", group="pins", metavar="FILE",
         about="specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`; or the "
         ":class:`~pathlib.Path` of a file.",
     )

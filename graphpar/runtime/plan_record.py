@@ -21,6 +21,7 @@ from graphpar.runtime.errors import GraphparError, RuntimeProgramError, near_mat
 from graphpar.runtime.layout import Type, parse_type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.name_runs import packed, packed_names, unpacked
+from graphpar.runtime.option_kinds import ZERO1_BY
 from graphpar.runtime.options import Decisions, options_of
 
 VERSION = 2
@@ -164,6 +165,8 @@ def _decisions(plan: Record) -> dict[str, Any]:
             found[name] = known.usual if kept is None or kept == known.usual else known.kind.check(name, kept)
         except GraphparError as error:
             raise RuntimeProgramError(f"{plan.where}: {error}") from None
+    if found["zero"] != 1 and found["zero1_by"] == ZERO1_BY[0]:  # as plans said it before they left it open
+        found["zero1_by"] = None
     return found
 
 

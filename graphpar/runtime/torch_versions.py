@@ -46,22 +46,43 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
             del base.apply  # type: ignore[attr-defined]
         return
     plain = vars(function)["apply"]
-    classes = [cls for cls in _below(function) if "forward" in vars(cls) and not cls.__module__.startswith("torch.")]
-    forwards = [(cls, vars(cls)["forward"]) for cls in classes]
+    classes = [cls for cls in dict.fromkeys(_below(function)) if not cls.__module__.startswith("torch.")]
+    forwards = [(cls, cls.forward, vars(cls).get("forward")) for cls in classes]
+    inside = False  # a forward that runs may call those of other classes
+
+    def replaced(cls: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        alone = cls.setup_context is not function.setup_context  # forward takes no context
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*arguments, **options)
+            inside = True
+            _trace_gradients(True)  # a forward runs without
+            try:
+                return apply(cls, *(arguments if alone else arguments[1:]), **options)
+            finally:
+                _trace_gradients(False)
+                inside = False
+
+        return run
 
     def applied(cls: type, *arguments: Any, **options: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active()
         return (functions.custom_function_call if transformed else apply)(cls, *arguments, **options)
 
     function.apply = classmethod(applied)
-    for cls in classes:
-        cls.forward = staticmethod(_forward_by(apply, cls, cls.forward, function))
+    for cls, forward, _ in forwards:  # also those that inherit it: their backwards are others
+        cls.forward = staticmethod(replaced(cls, forward))
     try:
         yield
     finally:
         function.apply = plain
-        for cls, forward in forwards:
-            cls.forward = forward
+        for cls, _, own in forwards:
+            if own is None:
+                del cls.forward
+            else:
+                cls.forward = own
 
 
 def _below(cls: Any) -> Iterator[Any]:
@@ -74,25 +95,6 @@ def _trace_gradients(enabled: bool) -> None:
     """Say whether gradients are computed, unseen by a trace."""
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
-
-
-def _forward_by(apply: Callable[..., Any], cls: Any, forward: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    alone = cls.setup_context is not function.setup_context  # forward takes no context
-    inside = False
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        nonlocal inside
-        if inside:
-            return forward(*arguments, **options)
-        inside = True
-        _trace_gradients(True)  # a forward runs without
-        try:
-            return apply(cls, *(arguments if alone else arguments[1:]), **options)
-        finally:
-            _trace_gradients(False)
-            inside = False
-
-    return run
 
 
 class _OldBoundaries(_PipelineStage):

@@ -135,5 +135,5 @@ class Training:
                 return
 
     def log(self, loss: Tensor | None, norm: Tensor) -> None:
-        """Log a step; at the ``--log-every``\\\\ th the loss is read."""
+        """Log the step that was made; every ``--log-every`` steps their losses are read."""
         self._log.step(self._step, loss, norm, self._optimizer)

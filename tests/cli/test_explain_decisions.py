@@ -10,7 +10,7 @@ import pytest
 import graphpar as gp
 from graphpar.cli.explain_decisions import DecisionExplainer
 from graphpar.hardware.cluster import Cluster
-from graphpar.passes.planning.next_best import DECISIONS, Decisions
+from graphpar.passes.planning.next_best import DECISIONS, Alternatives
 from graphpar.passes.planning.plan_request import plan_request, planned
 from tests.programs import example
 
@@ -21,7 +21,7 @@ def explained(**pins: Any) -> tuple[gp.Plan, dict[str, dict[str, Any]], list[str
     program, cluster = example("gpt"), Cluster.parse(CLUSTER)
     asked = plan_request(cluster, **pins)
     plan = planned(program, asked)
-    explainer = DecisionExplainer(Decisions(program, plan, cluster, asked))
+    explainer = DecisionExplainer(Alternatives(program, plan, cluster, asked))
     lines = explainer.named("plan")
     return plan, {row["decision"]: row for row in explainer.to_json()}, lines
 
@@ -81,7 +81,7 @@ def test_blocks_and_cuts_by_path() -> None:
     program, cluster = example("gpt"), Cluster.parse("1x2xA100-SXM-80GB")
     asked = plan_request(cluster, mesh={"pp": 2}, split=["blocks.3"])
     plan = planned(program, asked)
-    explainer = DecisionExplainer(Decisions(program, plan, cluster, asked))
+    explainer = DecisionExplainer(Alternatives(program, plan, cluster, asked))
     cut, block = explainer.lines("blocks.3")
     assert cut.startswith("stage 1 begins there, pinned; next best it begins at ")
     assert block.startswith("recompute none; next best recompute full: ")

@@ -242,6 +242,29 @@ def test_a_backward_that_is_not_linear_sees_no_part_of_a_gradient() -> None:
     assert gp.verify(gp.partition(whole, gp.plan(whole, mesh={"tp": 2})), 1).ok
 
 
+class Halving(Tripled):
+    """Has the forward of another class, and a backward of its own."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / 2
+
+
+class Through(Tripled):
+    """Its forward calls that of another class."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return Tripled.forward(ctx, x) + 1
+
+
+@pytest.mark.parametrize("function", [Halving.apply, Through.apply])
+def test_a_class_that_inherits_keeps_its_own_backward_where_its_method_was_bound_before(function: Any) -> None:
+    program = weighted(function)
+    assert str(program).count("Halving" if function == Halving.apply else "Through") >= 1
+    assert gp.verify(gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2})), 1).ok
+
+
 def test_gradients_are_tried_where_a_fork_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on every machine with a GPU, once the process has computed a gradient."""
     here, gradients = os.getpid(), torch.autograd.grad

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pydoc
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphpar as gp
 from graphpar.passes.planning.plan_request import plan_request
@@ -102,6 +104,26 @@ def test_usual_values_are_values_and_legal_on_one_device(name: str) -> None:
 def test_an_option_of_another_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(gp.GraphparError, match=r"no option 'microbatchsize'[.] Did you mean 'microbatch_size'"):
         plan_request(microbatchsize=2)
+
+
+@pytest.mark.parametrize("name", [name for name, known in options_of(Request).items() if known.kind.flag])
+def test_flags_are_true_or_false(name: str) -> None:
+    with pytest.raises(gp.GraphparError, match=f"{name} is 'no'; it must be True or False"):
+        plan_request(**{name: "no"})
+
+
+def test_help_of_plan_is_that_of_its_options() -> None:
+    text = pydoc.render_doc(gp.plan, renderer=pydoc.plaintext)
+    assert text.startswith("Python Library Documentation: function plan") and "zero1_by: 'str | Any' = None" in text
+    assert all(f"    {name}: " in text for name in options_of(Request))
+
+
+def test_plans_that_said_how_they_would_divide_state_are_read() -> None:
+    """As they were written before zero1_by was left open where there is nothing to divide."""
+    data = gp.plan(
+        gp.export(torch.nn.Linear(4, 4), (torch.zeros(4, 4),), loss_fn=torch.sum), mesh="dp_replicate=2"
+    ).to_json()
+    assert gp.Plan.from_json(data | {"zero1_by": "contiguous"}) == gp.Plan.from_json(data)
 
 
 def test_few_options_are_given_beside_a_plan() -> None:

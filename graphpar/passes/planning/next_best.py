@@ -58,7 +58,7 @@ class NextBest:
     note: str = ""
 
 
-class Decisions:
+class Alternatives:
     """The decisions of ``plan`` for ``program`` on ``cluster``, and their next best values. ``asked``: what the user asked for."""
 
     def __init__(self, program: Program, plan: Plan, cluster: Cluster, asked: PlanConstraints | None) -> None:
