@@ -2,7 +2,7 @@
 
     python -m benchmarks.architectures [--mesh tp=2] [--only PATTERN] [--json] [--write]
 
-The models are those of ``tests/architectures.py``: toy sizes, random weights. Each is planned and compiled in this
+The models are those of ``tests/models/architectures.py``: toy sizes, random weights. Each is planned and compiled in this
 process; several programs are verified in one launch of processes: steps of SGD with momentum against the model on one
 device, in fp32, and in fp64 where an error could be rounding. ``--write`` puts the table into
 ``docs/architectures.md``.
@@ -26,17 +26,18 @@ from rich.table import Table
 from torch import fx
 
 import graphpar as gp
+from benchmarks.packages import HEADING
 from graphpar.cost_models.flops import operator_flops
 from graphpar.ir.sharding import Decision
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding.keys import by_node
-from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import is_operator
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.mesh import Mesh
 from graphpar.verification import Verification, verify_all
-from tests.architectures import ALL, program_of
+from tests.models.architectures import ALL, program_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 LAUNCH = 8  # programs that one launch verifies
@@ -82,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{len(rows)}/{len(names)} {row.architecture}: {_outcome(row)}", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: names.index(row.architecture))
     if options.write:
-        PAGE.write_text(_page(rows, options.mesh))
+        packages = PAGE.read_text(encoding="utf-8").partition(HEADING)
+        PAGE.write_text(
+            _page(rows, options.mesh) + "".join(("\n", *packages[1:]) if packages[1] else ()), encoding="utf-8"
+        )
     if options.json:
         print(json.dumps({"mesh": options.mesh, "architectures": [asdict(row) for row in rows]}))
     else:
@@ -147,7 +151,7 @@ def _above(found: Verification) -> list[str]:
 
 def _operators_sharded(program: gp.Program, plan: gp.Plan) -> tuple[float, float]:
     """The shares of the operators, and of the floating-point operations, that are divided."""
-    ready = prepared(program.at_batch(plan.microbatch_size), plan.sharding.variants, plan.sharding.points)
+    ready = prepared(program, plan.sharding, plan.microbatch_size)
     calls = [str(node.meta["block"]) for node in ready.graph.nodes if node.op == "call_module"]
     scopes = [(ready.graph, 1), *((ready.blocks[name].graph, calls.count(name)) for name in set(calls))]
     decisions = by_node(ready, plan.sharding)
@@ -234,7 +238,7 @@ def _page(rows: Sequence[Row], mesh: str) -> str:
     lines = [
         "# Architectures",
         "",
-        f"`python -m benchmarks.architectures --mesh {mesh} --write` compiled the models of `tests/architectures.py` (the",
+        f"`python -m benchmarks.architectures --mesh {mesh} --write` compiled the models of `tests/models/architectures.py` (the",
         "configurations of transformers at toy sizes, with random weights) for several devices and verified each against the model on",
         "one device: losses, gradients, and parameters after three steps of SGD with momentum, in fp32, to 1e-5 of the largest value.",
         "",

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphpar as gp
 from graphpar.runtime import Pipeline, start
-from graphpar.runtime.launch import torchrun
+from graphpar.runtime.launching.launch import torchrun
 
 ROWS, PROMPT, NEW = 4, 64, 64
 CONFIG = LlamaConfig(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.options import Request, options_of
-from graphpar.schedules.registry import SCHEDULES
+from graphpar.runtime.schedule_records import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 SMALL_FILE, LARGE_FILE, SMALL_FUNCTION = 60, 600, 6

@@ -16,7 +16,7 @@ from benchmarks.search_times import EXAMPLES
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.pricing import Pricing
 from graphpar.frontend.modelfile import load_model_file
-from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.planning.prices import pricing_of
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import USABLE
+from graphpar.schedules.action_table import ActionTable, parse_table
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
-from graphpar.schedules.table import ActionTable, parse_table
 from graphpar.schedules.zero_bubble import StageCosts, automatic
 
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}

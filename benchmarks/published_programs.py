@@ -26,10 +26,9 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import solve
-from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.plan_record import DTYPES
+from graphpar.runtime.records import DTYPES
 
 ROWS = 2
 """Of the example batch; prices are symbolic in it."""
@@ -142,7 +141,7 @@ def parts(shape: Shape, build: Build) -> Parts:
     blocks = () if build.kind == "none" else tuple((f"blocks.{number}", build.kind) for number in range(count))
     execution = Execution(fused=build.fused, gradient_bytes=build.gradient_bytes, blocks=blocks, joined=build.joined)
     program = sharded(shape, build.degrees, build.dtype, build.dense, build.others)
-    first, *found, last = units_of_ranks(program, execution, device="cuda")
+    first, *found, last = program.units.of(execution, device="cuda")
     assert len(found) == count
     return Parts(first, found[1] if build.dense else None, found[-1] if build.others else None, last)
 

@@ -46,9 +46,9 @@ from graphpar.parts import untied
 from graphpar.passes.planning.candidates import Priced
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planning import planner_for
+from graphpar.passes.planning.search import Planner
 from graphpar.runtime import Pipeline, Ranks, start
-from graphpar.runtime.launch import torchrun
+from graphpar.runtime.launching.launch import torchrun
 from graphpar.runtime.option_kinds import Recompute
 
 CHUNK, WARM_UP, ROUNDS = 10, 1, 5
@@ -186,7 +186,7 @@ def predicted(program: Program, cluster: Cluster) -> list[Priced]:
     first."""
     found: dict[str, Priced] = {}
     for kind in RECOMPUTED:
-        planner = planner_for(program, cluster, {}, PlanConstraints(cluster=cluster, recompute=kind))
+        planner = Planner(program, PlanConstraints(cluster=cluster, recompute=kind, overlap_tp=False))
         candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
         priced = [planner.fitting.exactly(planner.fitting.price(candidate)) for candidate in candidates]
         found |= {plan_name(each): each for each in priced if each.fits}

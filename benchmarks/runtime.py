@@ -55,7 +55,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import graphpar as gp
 from benchmarks import context, data_parallel, dtensor, experts, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
-from graphpar.runtime.launch import torchrun
+from graphpar.runtime.launching.launch import torchrun
 
 DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 900
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -357,8 +357,8 @@ def _emitted_step(
 ) -> Step:
     pipeline = Pipeline(folder, ranks.device, compile=compile)
     pipeline.load_weights(weights)
-    if late_s and pipeline._shards is not None:
-        for unit in pipeline._shards.units:
+    if late_s:
+        for unit in pipeline._parameters.units:
             unit.gather = partial(_late, unit.gather, late_s)  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
 

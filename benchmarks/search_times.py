@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import graphpar as gp
 from graphpar.frontend.modelfile import import_file, load_model_file
 from graphpar.ir.program import Program
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding.costs import Workload
-from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import search
 from graphpar.passes.sharding.shard import shard
@@ -90,7 +91,9 @@ class _Run:
         workload = Workload(MICROBATCH, MICROBATCHES, self.program.mode == "train")
         sized = self.program.at_batch(MICROBATCH)
         gc.collect()  # what another run left is not for this one to clear away
-        problem, build = _timed(lambda: build_problem(prepared(self.program, {}, ()), self.mesh))
+        problem, build = _timed(
+            lambda: build_problem(prepared(self.program, Sharding(), self.program.batch), self.mesh)
+        )
         solution, solve = _timed(lambda: search(problem, workload))
         sharding, read = _timed(lambda: sharding_of(solution))
         _, lower = _timed(lambda: shard(sized, sharding))

@@ -24,7 +24,6 @@ from graphpar.codegen.package import emit_package
 from graphpar.codegen.printer import program_text
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
-from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
@@ -36,16 +35,17 @@ from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.normalize.windows import check_rows
-from graphpar.passes.parallel_products import with_products
 from graphpar.passes.planning.plan_request import plan_request, planned
-from graphpar.passes.planning.planning import estimate_plan
+from graphpar.passes.planning.planned import Planned
+from graphpar.passes.planning.prices import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
-from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
+from graphpar.passes.step import Step
+from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
-from graphpar.runtime.compiled import splits_backwards
-from graphpar.runtime.modes import GENERATE, INFER
+from graphpar.runtime.option_kinds import GENERATE, INFER
 from graphpar.runtime.options import Request, options_of
+from graphpar.text import as_page, as_text
 
 P = ParamSpec("P")
 
@@ -89,7 +89,7 @@ def export(
             stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
             computes in the dtypes that it was built in. "auto" is bf16 where the model trains, is built in fp32 and can be traced so.
         pure: parameters are stored and stepped in ``dtype``.
-        param_dtype: the dtype in which parameters are stored and stepped.
+        param_dtype: the dtype in which parameters are stored and updated.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
         skip: names of optional passes to leave out.
         after_pass: called with each step, ``capture`` first, and the program after it.
@@ -124,8 +124,8 @@ def export_source(
         plain = replace(source, precision=Precision())
         program = _exported(plain, batch_dims, row_list, skip, after_pass, trace)
         return program.warn(
-            f"The model computes in fp32, since in bf16 it can't be traced: {error} Where fp32 is meant, say so with dtype 'fp32' "
-            "(--dtype fp32)."
+            f"The model computes in fp32, since in bf16 it can't be traced: {error} If fp32 is intended, set dtype 'fp32' (--dtype "
+            "fp32)."
         )
 
 
@@ -156,10 +156,10 @@ def _exported(
     return program
 
 
-def _with_options(request: Callable[P, Request]) -> Callable[Concatenate[Program, P], Plan]:
+def _with_options(request: Callable[P, Request]) -> Callable[Concatenate[Program, P], Planned]:
     """Return ``plan`` with the signature and the help of the options of a request."""
 
-    def plan(program: Program, *arguments: Any, **options: Any) -> Plan:
+    def plan(program: Program, *arguments: Any, **options: Any) -> Planned:
         """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched."""
         _take(program, Program, "plan")
         return planned(program, plan_request(*arguments, **options))
@@ -237,7 +237,7 @@ def _optimizer(program: Program, path: Path) -> str:
             f"The program is for inference, so it has no use for the optimizer of {path}; leave it out."
         )
     if not path.is_file():
-        raise GraphparError(f"There is no file {path}, which is to define optimizer or lr_schedule.")
+        raise GraphparError(f"There is no file {path}, which should define optimizer or lr_schedule.")
     text = optimizer_file(path)
     if text is None:
         raise GraphparError(f"{path} defines neither optimizer nor lr_schedule.")
@@ -248,10 +248,7 @@ def printed(
     compilation: Compilation, report: dict[str, Any], model_file: str | None = None, optimizer: str | None = None
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
-    plan, local, stages = compilation.plan, compilation.sharded.local, compilation.stages
-    # A schedule that splits backwards in two runs the gradients of inputs and those of weights apart, and not beside collectives.
-    whole = not splits_backwards(plan.schedule, (cell for row in plan.actions or () for cell in row))
-    local, stages = with_products(local, stages, whole=whole, rings=plan.overlap_tp)
+    plan, (local, stages) = compilation.plan, compilation.emitted
     package = emit_package(local, plan, stages, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
     if optimizer is not None and local.mode == "train":

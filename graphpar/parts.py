@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from graphpar.codegen.package import import_stage
 from graphpar.codegen.saving import save_package
 from graphpar.errors import GraphparError
-from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.compilation import Compilation
+from graphpar.passes.planning.planned import Planned
 from graphpar.report.notebook import report_frame
-from graphpar.runtime.tensor_file import save_tensors
+from graphpar.runtime.checkpoints.weights import save_tensors
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Parts:
         return self.compilation.sharded.local
 
     @property
-    def plan(self) -> Plan:
-        """The plan that the program was compiled by."""
+    def plan(self) -> Planned:
+        """The plan that the program was compiled by, and what was found beside it."""
         return self.compilation.plan
 
     @property

@@ -1,4 +1,4 @@
-"""Short spellings for a report: numbers with units, runs of module names, lists."""
+"""Short spellings for a report: numbers with units, runs of module names, lists; and how objects such as plans are shown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from html import escape
 from typing import Any
 
 _NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)")
@@ -35,7 +37,7 @@ def count_text(value: int) -> str:
     return " ".join(filter(None, _scaled(value, ("", "K", "M", "B", "T"))))
 
 
-def bytes_text(value: int) -> str:
+def bytes_text(value: float) -> str:
     """Binary units, as torch and nvidia-smi have them: ``32.0 MiB``."""
     return " ".join(_scaled(value, _BYTES, 1024))
 
@@ -152,6 +154,16 @@ def short_names(parameters: Sequence[str]) -> dict[str, str]:
     return shown | {name: short for name, short in bare.items() if taken.count(short) == 1}
 
 
+def is_below(name: str, path: str) -> bool:
+    """Whether a module or parameter is in the module ``path``: ``layers.1.weight`` in ``layers.1``, which ``layers.11`` is not."""
+    return name.startswith(f"{path}.")
+
+
+def is_at_or_below(name: str, path: str) -> bool:
+    """Whether ``name`` is the module ``path``, or in it."""
+    return name == path or is_below(name, path)
+
+
 def _ancestors(path: str) -> list[str]:
     """``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     parts = path.split(".")
@@ -199,3 +211,19 @@ def json_text(value: Any, indent: int = 0, width: int = 120) -> str:
 
 def _values(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------
+# graphpar.api registers the functions here, so that ``ir`` need not import the report.
+
+
+@singledispatch
+def as_text(value: object) -> str:
+    """Return the text that ``str`` returns."""
+    return repr(value)
+
+
+@singledispatch
+def as_page(value: object) -> str:
+    """Return the HTML that a notebook shows."""
+    return f"<pre>{escape(repr(value))}</pre>"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.samples import drawn_slow, set_aside
-from tests.session_folder import VARIABLE, new_session_folder, session_folder
+from tests.tools.samples import drawn_slow, set_aside
+from tests.tools.session_folder import VARIABLE, new_session_folder, session_folder
 
 if TYPE_CHECKING:
-    from tests.rank_pool import RankPool
+    from tests.tools.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
 os.environ.pop("COLUMNS", None)
@@ -23,14 +23,8 @@ os.environ["GRAPHPAR_CACHE"] = ""
 # As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
 gc.set_threshold(400_000, 20, 20)
 
-LONG = (
-    "test_zero.py", "test_every_plan.py", "test_zero1.py", "test_codegen.py", "test_normalize.py", "test_torture.py", "test_cli.py",
-    "test_examples.py", "test_calibrate.py", "test_ring_products.py", "test_batch_and_loss.py", "test_planner.py", "test_repeated.py",
-    "test_published.py", "test_running.py", "test_windows.py", "test_estimate.py", "test_weight_parallelism.py", "test_docs.py",
-    "test_coupled_replicas.py", "test_training_goes_on.py", "test_verification.py", "test_capture_cache.py", "test_launch_files.py",
-    "test_zero_pipelines.py", "test_compiled.py", "test_recompute.py", "test_parity.py", "test_runtime.py", "test_checkpoint.py",
-)  # fmt: skip
-"""Files that take long: they begin, so that no worker is left with one of them at the end."""
+FIRST = ("end_to_end", "docs", "planning")
+"""Folders of the longest files: they begin, so that no worker is left with one of them at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = drawn_slow(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+        items.sort(key=lambda item: item.path.parent.name not in FIRST)
 
 
 def pytest_collection_finish() -> None:
@@ -74,11 +68,11 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def pool() -> Iterator[RankPool]:
     """Programs are verified by processes that are started once."""
-    from tests.rank_pool import RankPool
+    from tests.tools.rank_pool import RankPool
 
     ranks = RankPool()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphpar.runtime.worker.torchrun", ranks.torchrun)
+        patch.setattr("graphpar.runtime.launching.worker.torchrun", ranks.torchrun)
         yield ranks
     ranks.close()
 
@@ -86,10 +80,10 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session", autouse=True)
 def _examples_are_traced_once() -> Iterator[None]:
     """By the commands too: most of what a command takes on a small model is the trace."""
-    from tests.programs import traced_once
+    from tests.tools.programs import traced_once
 
     with pytest.MonkeyPatch.context() as patch:
-        for command in ("compile_work", "estimate_work"):
+        for command in ("compile_command", "estimate_command"):
             patch.setattr(f"graphpar.cli.{command}.export_file", traced_once)
         yield
 
@@ -99,7 +93,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test needs a trace of its own."""
     from graphpar.cli.trace import export_file
 
-    monkeypatch.setattr("graphpar.cli.compile_work.export_file", export_file)
+    monkeypatch.setattr("graphpar.cli.compile_command.export_file", export_file)
 
 
 @pytest.fixture(scope="module")

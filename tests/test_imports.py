@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from graphpar.passes.sharding.pins import POINT
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    ("text", "display", "quiet_torch"), ("runtime", "emitted"), ("errors",), ("hardware", "schedules"), ("ir",), ("operators",),
+    ("text",), ("runtime", "emitted"), ("errors",), ("hardware", "schedules"), ("ir",), ("operators",),
     ("codegen", "cost_models"), ("frontend",), ("annotations",), ("passes",), ("report",), ("parts",), ("verification",), ("api",),
     ("cli",), ("__main__",),
 )  # fmt: skip
@@ -32,6 +33,12 @@ class Import:
         return f"{self.importer}, line {self.line}: {self.imported}"
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """The parsed file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def modules() -> dict[str, Path]:
     """Every module of the package, by name."""
     found = {}
@@ -45,7 +52,7 @@ def imports(*, types: bool = False) -> Iterator[Import]:
     """What is imported when a module is loaded, when one of its functions runs, or if ``types``, for types alone."""
     known = modules()
     for name, path in known.items():
-        for node in _run(ast.parse(path.read_text()), types):
+        for node in _run(tree(path), types):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             else:
@@ -58,8 +65,8 @@ def imports(*, types: bool = False) -> Iterator[Import]:
                         yield Import(name, module, node.lineno)
 
 
-def _run(tree: ast.AST, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in ast.iter_child_nodes(tree):
+def _run(parent: ast.AST, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in ast.iter_child_nodes(parent):
         if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -67,9 +74,9 @@ def _run(tree: ast.AST, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
         yield from _run(node, types)
 
 
-def _keys(tree: ast.AST) -> Iterator[str]:
+def _keys(module: ast.AST) -> Iterator[str]:
     """Keys of nodes' metadata, written out or by the name of a constant."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         keys: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and _is_meta(node.value):
             keys = [node.slice]
@@ -96,7 +103,7 @@ def test_metadata_of_nodes_is_declared() -> None:
     constants = {"POINT": POINT, "_OWNER": _OWNER, "NUMBERS": NUMBERS, "TWIN": TWIN}
     declared = set(NodeMeta.__annotations__)
 
-    found = {(key, name) for name, path in modules().items() for key in _keys(ast.parse(path.read_text()))}
+    found = {(key, name) for name, path in modules().items() for key in _keys(tree(path))}
 
     assert set(constants.values()) <= declared
     assert {(key, name) for key, name in found if key not in declared} == set()
@@ -130,3 +137,15 @@ def test_no_imports_go_round_in_a_circle() -> None:
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
     assert not graph, {name: sorted(needed & graph.keys()) for name, needed in graph.items()}
+
+
+def test_text_files_are_utf8_in_any_locale() -> None:
+    """Names and comments of models have any characters; without an encoding the locale chooses one that may lack them."""
+    wrong = []
+    for file in modules().values():
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                text = node.func.attr in ("read_text", "write_text")
+                if text and "encoding" not in {keyword.arg for keyword in node.keywords}:
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong

@@ -30,13 +30,13 @@ def merge_plans(plans: Mapping[str, ShardPlan]) -> dict[str, Any]:
     origins: dict[str, tuple[str, str]] = {}
     for prefix, plan in plans.items():
         if not isinstance(plan, Mapping):
-            raise GraphparError(f"merge_plans wants a plan for each path, but {prefix!r} has a {type(plan).__name__}.")
+            raise GraphparError(f"merge_plans takes a plan for each path, but {prefix!r} has a {type(plan).__name__}.")
         for pattern, value in plan.items():
-            wishes = read_entry(pattern, value)
+            constraints = read_entry(pattern, value)
             key = path_under(prefix.removesuffix("."), pattern)
             if key not in merged:
-                merged[key], origins[key] = _copied(value), (prefix, pattern)
-            elif read_value(merged[key], key) != wishes:
+                merged[key], origins[key] = _copy_of_value(value), (prefix, pattern)
+            elif read_value(merged[key], key) != constraints:
                 first, first_pattern = origins[key]
                 raise GraphparError(
                     f"Two shard plans disagree about {key!r}: {first_pattern!r} in the plan of {first!r} says {merged[key]!r}, "
@@ -45,11 +45,11 @@ def merge_plans(plans: Mapping[str, ShardPlan]) -> dict[str, Any]:
     return merged
 
 
-def _copied(value: Any) -> Any:
+def _copy_of_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return {key: _copy_of_value(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(entry) for entry in value)
+        return type(value)(_copy_of_value(entry) for entry in value)
     return value
 
 

@@ -134,7 +134,7 @@ def _matched(model: nn.Module, ranks: Mapping[str, int]) -> dict[str, int]:
     for pattern, rank in ranks.items():
         if not isinstance(pattern, str):
             raise GraphparError(
-                f"The adapters' pattern {pattern!r} is no text; a pattern is one such as 'layers.*.q_proj'."
+                f"The adapters' pattern {pattern!r} is not a string; write a pattern such as 'layers.*.q_proj'."
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise GraphparError(
@@ -176,8 +176,8 @@ def _check_adaptable(model: nn.Module, path: str, target: object, pattern: str) 
         ]
         inside = f" It has {listed(below, 6)}." if below else ""
         raise GraphparError(
-            f"The adapters' pattern {pattern!r} matches {path!r} ({type(target).__name__}), which is no product: adapters are for "
-            f"nn.Linear, for transformers' Conv1D and for stacked weights of experts.{inside}"
+            f"The adapters' pattern {pattern!r} matches {path!r} ({type(target).__name__}), which is not a matrix product: adapters are "
+            f"for nn.Linear, for transformers' Conv1D and for stacked weights of experts.{inside}"
         )
     if hasattr(target, "lora_A"):
         raise GraphparError(f"{path!r} has an adapter already.")

@@ -27,12 +27,12 @@ from typing import Any
 
 from torch import nn
 
-from graphpar.annotations.values import WHOLE, Choice, Spec, Wish, from_the_front, meet, read_value, spec_text
+from graphpar.annotations.values import WHOLE, Choice, Constraint, Spec, from_the_front, meet, read_value, spec_text
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.layout import P, R, Shard, Type
-from graphpar.text import listed
+from graphpar.text import is_at_or_below, is_below, listed
 
 ShardPlan = Mapping[str, Any]
 Position = int | str | None  # of an activation: a place among the positional ones, or a keyword
@@ -54,7 +54,7 @@ class ModelNames:
 
     def below(self, path: str) -> list[str]:
         """List the parameters of a module and its submodules."""
-        return [name for name in self.parameters if not path or name.startswith(f"{path}.")]
+        return [name for name in self.parameters if not path or is_below(name, path)]
 
     def paths(self) -> list[str]:
         """List all that a pattern can match: modules, then parameters."""
@@ -107,17 +107,17 @@ def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> S
         raise GraphparError(f"A shard plan is a mapping of patterns to values, not a {type(plan).__name__}.")
     sheet = _Sheet(names, degrees)
     for pattern, value in plan.items():
-        wishes = read_entry(pattern, value)
+        constraints = read_entry(pattern, value)
         matched = matching(pattern, names.paths())
         if not matched:
             raise GraphparError(matches_nothing(pattern, names))
-        for wish in wishes:
-            _apply(sheet, wish, pattern, matched)
+        for constraint in constraints:
+            _apply(sheet, constraint, pattern, matched)
     return sheet.pins()
 
 
-def read_entry(pattern: Any, value: Any) -> tuple[Wish, ...]:
-    """Parse one entry of a plan into wishes.
+def read_entry(pattern: Any, value: Any) -> tuple[Constraint, ...]:
+    """Parse one entry of a plan into constraints.
 
     Raises:
         GraphparError: the key is not a string, or the value is malformed.
@@ -243,13 +243,13 @@ def path_under(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _no_kind(wish: Wish, path: str, names: ModelNames) -> str:
+def _no_kind(constraint: Constraint, path: str, names: ModelNames) -> str:
     """What is at ``path`` that a columnwise or rowwise style does not fit."""
     shown = f"{path!r} is a {names.modules[path].rpartition('.')[2]}" if path else "the root"
     own = [name for name in names.below(path) if "." not in name[len(path) :].strip(".")]
-    kinds = [kind.name for kind in _KINDS if kind.inputs or not wish.computes]
+    kinds = [kind.name for kind in _KINDS if kind.inputs or not constraint.computes]
     inner = {name: child for name, child in names.modules.items() if name and name.rpartition(".")[0] == path}
-    message = f"{wish.style!r} is for a {', '.join(kinds)}, but {shown}"
+    message = f"{constraint.style!r} is for a {', '.join(kinds)}, but {shown}"
     if own:
         shapes = _listed([f"{name.rpartition('.')[2]} {list(names.parameters[name])}" for name in own])
         return f"{message} with {shapes}. Give a spec for each, such as {own[0]!r}: 'S(0)@tp'."
@@ -259,42 +259,44 @@ def _no_kind(wish: Wish, path: str, names: ModelNames) -> str:
     return f"{message} without a weight."
 
 
-# ---- applying a wish -------------------------------------------------------------------------------------------
+# ---- applying a constraint -------------------------------------------------------------------------------------------
 
 
-def _apply(sheet: _Sheet, wish: Wish, pattern: str, matched: Sequence[str]) -> None:
-    """Pin what ``wish`` asks of each match."""
-    about_modules = wish.style == "sequence" or bool(wish.inputs or wish.keyword_inputs or wish.outputs)
+def _apply(sheet: _Sheet, constraint: Constraint, pattern: str, matched: Sequence[str]) -> None:
+    """Pin what ``constraint`` asks of each match."""
+    about_modules = constraint.style == "sequence" or bool(
+        constraint.inputs or constraint.keyword_inputs or constraint.outputs
+    )
     modules = [path for path in matched if path in sheet.names.modules]
     pinned = 0
     for path in modules if modules and about_modules else matched:
         if path in sheet.names.parameters:
-            specs = _specs_for_parameter(sheet, wish, pattern, path)
+            specs = _specs_for_parameter(sheet, constraint, pattern, path)
         else:
-            specs = dict(_specs_for_module(sheet, wish, pattern, path))
-            _pin_activations(sheet, wish, pattern, path)
+            specs = dict(_specs_for_module(sheet, constraint, pattern, path))
+            _pin_activations(sheet, constraint, pattern, path)
         for name, spec in specs.items():
             sheet.pin_parameter(name, spec, pattern)
         pinned += len(specs)
-        if wish.style:
-            sheet.add_style(path, wish.style, pattern)
-    if not pinned and (wish.spec or wish.style in ("replicate", "expert")):
+        if constraint.style:
+            sheet.add_style(path, constraint.style, pattern)
+    if not pinned and (constraint.spec or constraint.style in ("replicate", "expert")):
         raise GraphparError(f"Shard plan, {pattern!r}: {_listed(matched)} has no parameters to place.")
 
 
-def _specs_for_module(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> Iterator[tuple[str, Spec]]:
+def _specs_for_module(sheet: _Sheet, constraint: Constraint, pattern: str, path: str) -> Iterator[tuple[str, Spec]]:
     names = sheet.names
-    if wish.style in ("colwise", "rowwise"):
+    if constraint.style in ("colwise", "rowwise"):
         kind = _kind_of(path, names)
-        if kind is None or (wish.computes and not kind.inputs):
-            raise GraphparError(f"Shard plan, {pattern!r}: {_no_kind(wish, path, names)}")
-        for name, choice in (kind.colwise if wish.style == "colwise" else kind.rowwise).items():
+        if kind is None or (constraint.computes and not kind.inputs):
+            raise GraphparError(f"Shard plan, {pattern!r}: {_no_kind(constraint, path, names)}")
+        for name, choice in (kind.colwise if constraint.style == "colwise" else kind.rowwise).items():
             if path_under(path, name) in names.parameters:
                 yield path_under(path, name), {"tp": choice}
         return
-    spec = _uniform_spec(sheet, wish)
+    spec = _uniform_spec(sheet, constraint)
     below = names.below(path) if spec else []
-    if wish.style == "expert":
+    if constraint.style == "expert":
         sizes = {name: names.parameters[name][:1] for name in below}
         if len(set(sizes.values())) > 1:
             shown = [f"{name} {list(names.parameters[name])}" for name in below]
@@ -306,48 +308,48 @@ def _specs_for_module(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> Ite
         yield name, spec
 
 
-def _uniform_spec(sheet: _Sheet, wish: Wish) -> Spec:
+def _uniform_spec(sheet: _Sheet, constraint: Constraint) -> Spec:
     """What a style or spec that does not look at the kind of module asks of every parameter."""
-    if wish.style == "sequence":
+    if constraint.style == "sequence":
         return {"tp": frozenset({R})}
-    if wish.style == "replicate":
+    if constraint.style == "replicate":
         return {"tp": WHOLE, "ep": WHOLE}
-    if wish.style == "expert":
+    if constraint.style == "expert":
         return {sheet.expert_axis: _S0}
-    return wish.spec
+    return constraint.spec
 
 
-def _specs_for_parameter(sheet: _Sheet, wish: Wish, pattern: str, name: str) -> dict[str, Spec]:
+def _specs_for_parameter(sheet: _Sheet, constraint: Constraint, pattern: str, name: str) -> dict[str, Spec]:
     """A style given to one parameter places it as it would within its module, and nothing else."""
-    if wish.style == "sequence" or wish.inputs or wish.keyword_inputs or wish.outputs:
-        what = "a torch style object" if wish.computes else repr(wish.style or "inputs and outputs")
+    if constraint.style == "sequence" or constraint.inputs or constraint.keyword_inputs or constraint.outputs:
+        what = "a torch style object" if constraint.computes else repr(constraint.style or "inputs and outputs")
         raise GraphparError(
             f"Shard plan, {pattern!r}: {name!r} is a parameter, but {what} is about a module's activations too. "
             "Name the module, or give the parameter a spec such as 'R@tp'."
         )
-    if wish.style not in ("colwise", "rowwise"):
-        return {name: _uniform_spec(sheet, wish)}
+    if constraint.style not in ("colwise", "rowwise"):
+        return {name: _uniform_spec(sheet, constraint)}
     owner, _, attribute = name.rpartition(".")
     kind = _kind_of(owner, sheet.names)
     if kind is None:
-        raise GraphparError(f"Shard plan, {pattern!r}: {_no_kind(wish, owner, sheet.names)}")
-    choices = kind.colwise if wish.style == "colwise" else kind.rowwise
+        raise GraphparError(f"Shard plan, {pattern!r}: {_no_kind(constraint, owner, sheet.names)}")
+    choices = kind.colwise if constraint.style == "colwise" else kind.rowwise
     if attribute not in choices:
         raise GraphparError(
-            f"Shard plan, {pattern!r}: {wish.style!r} says nothing about {name!r}; give it a spec such as 'S(0)@tp'."
+            f"Shard plan, {pattern!r}: {constraint.style!r} says nothing about {name!r}; give it a spec such as 'S(0)@tp'."
         )
     return {name: {"tp": choices[attribute]}}
 
 
-def _pin_activations(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> None:
-    inputs = wish.inputs
-    if wish.computes:
+def _pin_activations(sheet: _Sheet, constraint: Constraint, pattern: str, path: str) -> None:
+    inputs = constraint.inputs
+    if constraint.computes:
         kind = _kind_of(path, sheet.names)
         assert kind is not None
-        inputs = ({"tp": kind.inputs[wish.style]},)
+        inputs = ({"tp": kind.inputs[constraint.style]},)
     entries: list[tuple[str, Position, Spec | None]] = [("input", at, spec) for at, spec in enumerate(inputs)]
-    entries += [("input", name, spec) for name, spec in wish.keyword_inputs.items()]
-    entries += [("output", at, spec) for at, spec in enumerate(wish.outputs)]
+    entries += [("input", name, spec) for name, spec in constraint.keyword_inputs.items()]
+    entries += [("output", at, spec) for at, spec in enumerate(constraint.outputs)]
     for what, position, spec in entries:
         if spec is not None:
             sheet.pin_activation(path, what, position, spec, pattern)
@@ -481,9 +483,7 @@ def _aliases_by_ties(names: ModelNames) -> tuple[tuple[str, ...], ...]:
     """Paths of modules of one class whose parameters are tied name by name."""
     first = {name: group[0] for group in names.ties for name in group}
     tied = {name.rpartition(".")[0] for name in first}
-    candidates = [
-        path for path in names.modules if any(not path or f"{owner}.".startswith(f"{path}.") for owner in tied)
-    ]
+    candidates = [path for path in names.modules if any(not path or is_at_or_below(owner, path) for owner in tied)]
     groups: dict[tuple[Any, ...], list[str]] = {}
     for path in candidates:
         below = tuple((name[len(path) :], first.get(name)) for name in names.below(path))

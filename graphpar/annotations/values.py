@@ -1,11 +1,11 @@
 """Read the values of a shard plan: words, specs, mappings and torch's style objects.
 
-    "colwise"                                       Wish(style="colwise")
-    "S(0)@tp, R@cp"                                 Wish(spec={"tp": {S(0)}, "cp": {R}})
-    {"style": "rowwise", "outputs": ["S(1)@tp"]}    Wish(style="rowwise"), Wish(outputs=({"tp": {S(1)}},))
-    ColwiseParallel(output_layouts=Replicate())     Wish(style="colwise", outputs=({"tp": {R, I}},), computes=True)
+    "colwise"                                       Constraint(style="colwise")
+    "S(0)@tp, R@cp"                                 Constraint(spec={"tp": {S(0)}, "cp": {R}})
+    {"style": "rowwise", "outputs": ["S(1)@tp"]}    Constraint(style="rowwise"), Constraint(outputs=({"tp": {S(1)}},))
+    ColwiseParallel(output_layouts=Replicate())     Constraint(style="colwise", outputs=({"tp": {R, I}},), computes=True)
 
-A wish does not depend on a model; :mod:`graphpar.annotations.patterns` applies it to what a pattern matches.
+A constraint does not depend on a model; :mod:`graphpar.annotations.patterns` applies it to what a pattern matches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEYS = ("style", "inputs", "outputs")
 
 
 @dataclass(frozen=True)
-class Wish:
+class Constraint:
     """What one value asks of the modules or parameters that its pattern matches.
 
     ``spec`` is of parameters. ``inputs``, ``keyword_inputs`` and ``outputs`` are of a module's tensors as its forward sees
@@ -54,8 +54,8 @@ class Wish:
     computes: bool = False
 
 
-def read_value(value: Any, pattern: str) -> tuple[Wish, ...]:
-    """Parse a plan's value into wishes; ``pattern``, its key, is named in errors.
+def read_value(value: Any, pattern: str) -> tuple[Constraint, ...]:
+    """Parse a plan's value into constraints; ``pattern``, its key, is named in errors.
 
     Raises:
         GraphparError: the value has none of the forms above, or names an unknown style, type or axis.
@@ -66,11 +66,11 @@ def read_value(value: Any, pattern: str) -> tuple[Wish, ...]:
         return _read_mapping(value, pattern)
     if isinstance(value, list | tuple):
         if not value:
-            raise GraphparError(f"{_at(pattern)} the list is empty. A value is {_FORMS}.")
-        return tuple(wish for entry in value for wish in read_value(entry, pattern))
+            raise GraphparError(f"{_prefix(pattern)} the list is empty. A value is {_FORMS}.")
+        return tuple(constraint for entry in value for constraint in read_value(entry, pattern))
     if _from_torch(value):
         return _read_torch_style(value, pattern)
-    raise GraphparError(f"{_at(pattern)} {value!r} is not a value of a shard plan. A value is {_FORMS}.")
+    raise GraphparError(f"{_prefix(pattern)} {value!r} is not a value of a shard plan. A value is {_FORMS}.")
 
 
 def allows(choice: Choice, kind: Type, rank: int) -> bool:
@@ -106,39 +106,39 @@ def spec_text(spec: Spec | None) -> str:
 # ---- text and mappings -----------------------------------------------------------------------------------------
 
 
-def _at(pattern: str) -> str:
+def _prefix(pattern: str) -> str:
     return f"Shard plan, {pattern!r}:"
 
 
-def _read_text(text: str, pattern: str) -> Wish:
+def _read_text(text: str, pattern: str) -> Constraint:
     if "@" in text:
-        return Wish(spec=_read_spec(text, pattern))
+        return Constraint(spec=_read_spec(text, pattern))
     if text == "sequence":
-        return sequence_wish(SEQUENCE_DIM)
+        return sequence_constraint(SEQUENCE_DIM)
     if text in STYLES:
-        return Wish(style=text)
+        return Constraint(style=text)
     try:
         _read_type(text)
     except ValueError:
         hint = near_match(text, STYLES)
         raise GraphparError(
-            f"{_at(pattern)} there is no style {text!r}; the styles are {', '.join(STYLES)}, "
+            f"{_prefix(pattern)} there is no style {text!r}; the styles are {', '.join(STYLES)}, "
             f"and a spec looks like 'S(0)@tp'.{hint}"
         ) from None
-    raise GraphparError(f"{_at(pattern)} {text!r} names no axis; write {text + '@tp'!r} for the tp axis.")
+    raise GraphparError(f"{_prefix(pattern)} {text!r} names no axis; write {text + '@tp'!r} for the tp axis.")
 
 
-def sequence_wish(dim: int) -> Wish:
+def sequence_constraint(dim: int) -> Constraint:
     """Sequence parallelism: the activations' ``dim`` is sharded; each rank uses the parameters on other rows (R)."""
     activation = {"tp": frozenset[Type]({Shard(dim)})}
-    return Wish(style="sequence", inputs=(activation,), outputs=(activation,))
+    return Constraint(style="sequence", inputs=(activation,), outputs=(activation,))
 
 
 def _read_type(text: str) -> Type:
     negative = _FROM_THE_END.fullmatch(text)
     kind = Shard(-int(negative[1])) if negative else parse_type(text)
     if isinstance(kind, ExpertRows):
-        raise ValueError(f"{text!r} is a type that only the search gives")
+        raise ValueError(f"{text!r} is a type that only the search assigns")
     return kind
 
 
@@ -147,42 +147,46 @@ def _read_spec(text: str, pattern: str) -> Spec:
     for piece in text.split(","):
         kind, at, axis = (part.strip() for part in piece.partition("@"))
         if not at:
-            raise GraphparError(f"{_at(pattern)} {piece.strip()!r} in {text!r} is not type@axis, such as 'S(0)@tp'.")
+            raise GraphparError(
+                f"{_prefix(pattern)} {piece.strip()!r} in {text!r} is not type@axis, such as 'S(0)@tp'."
+            )
         if axis == "pp":
-            raise GraphparError(f"{_at(pattern)} {text!r}: no tensor is sharded over pp; give split points instead.")
+            raise GraphparError(
+                f"{_prefix(pattern)} {text!r}: no tensor is sharded over pp; give split points instead."
+            )
         if axis not in SHARD_AXES:
             raise GraphparError(
-                f"{_at(pattern)} {text!r}: there is no axis {axis!r}; the axes are {', '.join(SHARD_AXES)}."
+                f"{_prefix(pattern)} {text!r}: there is no axis {axis!r}; the axes are {', '.join(SHARD_AXES)}."
                 f"{near_match(axis, SHARD_AXES)}"
             )
         if axis in spec:
-            raise GraphparError(f"{_at(pattern)} {text!r} names the axis {axis} twice.")
+            raise GraphparError(f"{_prefix(pattern)} {text!r} names the axis {axis} twice.")
         try:
             spec[axis] = frozenset({_read_type(kind)})
         except ValueError as error:
-            raise GraphparError(f"{_at(pattern)} {error}.") from None
+            raise GraphparError(f"{_prefix(pattern)} {error}.") from None
     return spec
 
 
-def _read_mapping(value: Mapping[Any, Any], pattern: str) -> tuple[Wish, ...]:
+def _read_mapping(value: Mapping[Any, Any], pattern: str) -> tuple[Constraint, ...]:
     unknown = [key for key in value if key not in _KEYS]
     if unknown or not value:
         found = f"there is no key {unknown[0]!r}" if unknown else "the mapping is empty"
         raise GraphparError(
-            f"{_at(pattern)} {found}; a mapping has {', '.join(map(repr, _KEYS))}.{near_match(str(next(iter(unknown), '')), _KEYS)} "
+            f"{_prefix(pattern)} {found}; a mapping has {', '.join(map(repr, _KEYS))}.{near_match(str(next(iter(unknown), '')), _KEYS)} "
             "(A path with dots is one quoted key.)"
         )
-    wishes = read_value(value["style"], pattern) if "style" in value else ()
+    constraints = read_value(value["style"], pattern) if "style" in value else ()
     inputs, keyword_inputs = value.get("inputs"), {}
     if isinstance(inputs, Mapping):
         keyword_inputs = {str(name): _read_activation(entry, pattern) for name, entry in inputs.items()}
         inputs = None
-    wish = Wish(
+    constraint = Constraint(
         inputs=_read_activations(inputs, "inputs", pattern),
         keyword_inputs=keyword_inputs,
         outputs=_read_activations(value.get("outputs"), "outputs", pattern),
     )
-    return (*wishes, wish) if wish != Wish() else wishes
+    return (*constraints, constraint) if constraint != Constraint() else constraints
 
 
 def _read_activations(value: Any, key: str, pattern: str) -> tuple[Spec | None, ...]:
@@ -190,7 +194,7 @@ def _read_activations(value: Any, key: str, pattern: str) -> tuple[Spec | None, 
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise GraphparError(
-            f"{_at(pattern)} {key!r} is {value!r}; it must be a list with a spec or None for each tensor"
+            f"{_prefix(pattern)} {key!r} is {value!r}; it must be a list with a spec or None for each tensor"
             f"{', or a mapping of argument names to specs' if key == 'inputs' else ''}."
         )
     return tuple(_read_activation(entry, pattern) for entry in value)
@@ -203,7 +207,9 @@ def _read_activation(value: Any, pattern: str) -> Spec | None:
         return _read_spec(value, pattern)
     if _from_torch(value):
         return _of_placement(value, pattern)
-    raise GraphparError(f"{_at(pattern)} {value!r} is not a spec of a tensor; write one such as 'S(1)@tp', or None.")
+    raise GraphparError(
+        f"{_prefix(pattern)} {value!r} is not a spec of a tensor; write one such as 'S(1)@tp', or None."
+    )
 
 
 # ---- torch's styles --------------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _from_torch(value: Any) -> bool:
     return any(base.__module__.startswith("torch.distributed.tensor") for base in type(value).__mro__)
 
 
-def _read_torch_style(style: Any, pattern: str) -> tuple[Wish, ...]:
+def _read_torch_style(style: Any, pattern: str) -> tuple[Constraint, ...]:
     """A style object of ``torch.distributed.tensor.parallel``, with its meaning on the axis tp.
 
     Of the layouts before and after a module's boundary the later one is pinned: ``desired_input_layouts`` for inputs (the
@@ -224,20 +230,20 @@ def _read_torch_style(style: Any, pattern: str) -> tuple[Wish, ...]:
 
     if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
         name = "colwise" if isinstance(style, parallel.ColwiseParallel) else "rowwise"
-        return (Wish(style=name, outputs=_of_placements(style.output_layouts, pattern), computes=True),)
+        return (Constraint(style=name, outputs=_of_placements(style.output_layouts, pattern), computes=True),)
     if isinstance(style, parallel.SequenceParallel):
         (placement,) = style.sequence_sharding
-        return (sequence_wish(placement.dim),)
+        return (sequence_constraint(placement.dim),)
     if isinstance(style, parallel.PrepareModuleInputOutput):
         parts = (style.prepare_module_input, style.prepare_module_output)
-        return tuple(wish for part in parts for wish in _read_torch_style(part, pattern))
+        return tuple(constraint for part in parts for constraint in _read_torch_style(part, pattern))
     if isinstance(style, parallel.PrepareModuleInput):
         keywords = {name: _of_placement(layout, pattern) for name, layout in style.desired_input_kwarg_layouts.items()}
-        return (Wish(inputs=_of_placements(style.desired_input_layouts, pattern), keyword_inputs=keywords),)
+        return (Constraint(inputs=_of_placements(style.desired_input_layouts, pattern), keyword_inputs=keywords),)
     if isinstance(style, parallel.PrepareModuleOutput):
-        return (Wish(outputs=_of_placements(style.desired_output_layouts, pattern)),)
+        return (Constraint(outputs=_of_placements(style.desired_output_layouts, pattern)),)
     raise GraphparError(
-        f"{_at(pattern)} {type(style).__name__} is not one of torch's styles that graphpar reads: ColwiseParallel, RowwiseParallel, "
+        f"{_prefix(pattern)} {type(style).__name__} is not one of torch's styles that graphpar reads: ColwiseParallel, RowwiseParallel, "
         "SequenceParallel, PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput. Write it as specs, such as 'S(0)@tp'."
     )
 
@@ -259,5 +265,5 @@ def _of_placement(placement: Any, pattern: str) -> Spec | None:
     if isinstance(placement, tensor.Partial) and placement.reduce_op == "sum":
         return {"tp": frozenset({P})}
     raise GraphparError(
-        f"{_at(pattern)} the placement {placement!r} has no type here; Replicate(), Shard(dim) and Partial('sum') have."
+        f"{_prefix(pattern)} the placement {placement!r} is not supported; Replicate(), Shard(dim) and Partial('sum') are."
     )

@@ -6,41 +6,20 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-from graphpar.cli.arguments import Commands, add_json, count, seconds
+from rich.console import Console
+from rich.table import Table
+
 from graphpar.cli.output import CHECK_FAILED, Result, check_writable, progress, write_text
+from graphpar.cost_models.calibrate import Profile, calibrate
+from graphpar.cost_models.fit_device import kind_of, priced, rate, sent
+from graphpar.cost_models.measure import Row
 from graphpar.errors import GraphparError
 from graphpar.text import bytes_text, plural, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from graphpar.cost_models.calibrate import Profile
-    from graphpar.cost_models.measure import Row
-
-
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("calibrate", help="measure this machine, and write a profile for --cluster")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
-    parser.add_argument("--processes", type=count, metavar="N", help="ranks (default: one a core, or a GPU)")
-    parser.add_argument(
-        "--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough"
-    )
-    parser.add_argument(
-        "--patience",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds to wait while others use the machine (default: 60)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="write the profile even if others disturbed it or the fit is bad"
-    )
-    parser.add_argument("-o", "--out", metavar="PROFILE.json", help="default: ./calibrated-cpu.json, or -cuda")
-    add_json(parser, "print the profile as one JSON object")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -50,8 +29,6 @@ def run(options: argparse.Namespace) -> Result:
         raise GraphparError(f"-o {out}: a profile is JSON; name it {Path(out).with_suffix('.json')}.")
     check_writable(out)
     with progress("measuring this machine, which takes about a minute"):
-        from graphpar.cost_models.calibrate import calibrate
-
         profile = calibrate(options.device, options.processes, quick=options.quick, patience_s=options.patience)
     data, doubts = profile.to_json(), profile.doubts
     if doubts and not options.force:
@@ -88,7 +65,7 @@ def show(profile: Profile, out: str | None, console: Console) -> None:
         console.print("\n This profile is not reliable:\n" + "\n".join(f"   {doubt}" for doubt in profile.doubts))
     if out is None:
         console.print(
-            "\n NOT WRITTEN. Measure again while nothing else runs (--patience S waits longer for that), or write it as it is with --force."
+            "\n NOT WRITTEN. Measure again while nothing else runs (--patience S waits longer for that), or write it anyway with --force."
         )
         return
     console.print(
@@ -96,11 +73,7 @@ def show(profile: Profile, out: str | None, console: Console) -> None:
     )
 
 
-def _rates(profile: Profile) -> Any:
-    from rich.table import Table
-
-    from graphpar.cost_models.fit_device import kind_of, priced, sent
-
+def _rates(profile: Profile) -> Table:
     together = max(row.processes for row in profile.rows if row.what == "operator")
     table = Table(box=None, padding=(0, 2, 0, 1))
     for heading in ("what", "times", "alone", f"{together} at once", "fitted"):
@@ -110,15 +83,17 @@ def _rates(profile: Profile) -> Any:
         if kind_of(rows[0]) == "pipeline":
             continue
         if kind_of(rows[0]) == "operator":
-            cells = [seconds_text(_middle([row.seconds for row in each])) for each in both] + [""]
+            cells = [seconds_text(median([row.seconds for row in each])) for each in both] + [""]
         elif kind_of(rows[0]) in ("collective", "transfer"):
             fitted = sent(profile.cluster.device, profile.cluster.intra_node, rows)
             cells = ["", *(_sent_text(rows, seconds) for seconds in ([row.seconds for row in rows], fitted))]
         else:
             unit = "GB/s" if kind_of(rows[0]) == "traffic" else "Gflop/s"
-            fitted = [_rate(row, seconds) for row, seconds in zip(both[1], priced(profile.cluster.device, both[1]))]
-            rates = [*([_rate(row, row.seconds) for row in each] for each in both), fitted]
-            cells = [f"{_middle(each) / 1e9:,.1f} {unit}" for each in rates]
+            priced_rows = zip(both[1], priced(profile.cluster.device, both[1]))
+            fitted = [rate(replace(row, seconds=seconds)) for row, seconds in priced_rows]
+            cells = [
+                f"{median(each) / 1e9:,.1f} {unit}" for each in [*(list(map(rate, each)) for each in both), fitted]
+            ]
         table.add_row(name, str(len(rows)), *cells)
     return table
 
@@ -132,8 +107,6 @@ def _classes(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _class(row: Row) -> str:
-    from graphpar.cost_models.fit_device import kind_of
-
     kind = kind_of(row)
     if kind == "product":
         m, n, k = row.shape
@@ -150,26 +123,12 @@ def _class(row: Row) -> str:
 def _sent_text(rows: Sequence[Row], seconds: Sequence[float]) -> str:
     """Large messages by rate, small ones by time."""
     if rows[0].shape[0] < 2**17:
-        return seconds_text(_middle(seconds))
-    return f"{_middle([row.shape[0] / taken for row, taken in zip(rows, seconds)]) / 1e9:.2f} GB/s"
+        return seconds_text(median(seconds))
+    return f"{median([row.shape[0] / taken for row, taken in zip(rows, seconds)]) / 1e9:.2f} GB/s"
 
 
 def _size(value: float, limits: Sequence[tuple[float, str]], largest: str) -> str:
     return next((name for limit, name in limits if value < limit), largest)
-
-
-def _rate(row: Row, seconds: float) -> float:
-    from dataclasses import replace
-
-    from graphpar.cost_models.fit_device import rate
-
-    return rate(replace(row, seconds=seconds))
-
-
-def _middle(values: Sequence[float]) -> float:
-    from statistics import median
-
-    return median(values)
 
 
 def _figures(profile: Profile) -> str:
@@ -189,7 +148,7 @@ def _figures(profile: Profile) -> str:
         f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host; actions of a pipeline: "
         f"{seconds_text(device.action_s)}",
         f"recomputation: {seconds_text(device.hooks_s)} of the host for an operator that runs again, {seconds_text(device.policy_s)} "
-        "each way for one of a block that keeps some results",
+        "each way for one of a block that saves some results",
     ]
     if any(row.what == "transfer" for row in profile.rows):
         alone = link.latency_s if link.send_latency_s is None else link.send_latency_s

@@ -1,6 +1,6 @@
 """``graphpar completion``: a script that completes commands, options and their values in a shell.
 
-    parsers ──commands──► names, options, what each takes ──bash | zsh | fish──► the script
+    parsers ──actions──► names, values, help ──bash | zsh | fish──► the script
 
 The script is text made from the parsers: it asks no program while somebody types.
 """
@@ -9,58 +9,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from graphpar.cli.arguments import Commands, Parser
 from graphpar.cli.output import Result
-
-SHELLS = ("bash", "zsh", "fish")
-
-_EXAMPLES = """to use it, add to the shell's own configuration:
-  bash   source <(graphpar completion bash)
-  zsh    source <(graphpar completion zsh)
-  fish   graphpar completion fish | source
-"""
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """An option, or without ``names`` a positional argument. It takes one of ``words``, a path, or anything else."""
-
-    names: tuple[str, ...]
-    metavar: str
-    help: str
-    flag: bool
-    words: tuple[str, ...]
-    path: bool
-
-
-@dataclass(frozen=True)
-class _Command:
-    name: str
-    help: str
-    arguments: tuple[_Argument, ...]
-
-    @property
-    def options(self) -> list[_Argument]:
-        return [argument for argument in self.arguments if argument.names]
-
-    @property
-    def positional(self) -> list[_Argument]:
-        return [argument for argument in self.arguments if not argument.names]
-
-
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser(
-        "completion",
-        help="print the script that completes commands and options in a shell",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
-    parser.set_defaults(json=False)
+from graphpar.cli.parser import Parser
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -71,41 +23,40 @@ def run(options: argparse.Namespace) -> Result:
 
 def script(parser: Parser, shell: str) -> str:
     """Write the script for ``bash``, ``zsh`` or ``fish`` that completes what ``parser`` takes."""
-    root = [argument for argument in map(_argument, parser._actions) if argument.flag]
-    return "\n".join(_SHELLS[shell](list(_commands(parser)), root)) + "\n"
+    if shell == "fish":
+        return "\n".join(_fish(parser)) + "\n"
+    before = (
+        ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
+    )
+    return "\n".join([*before, *_bash(parser)]) + "\n"
 
 
-def _commands(parser: Parser) -> Iterator[_Command]:
+def _commands(parser: Parser) -> dict[str, tuple[str, list[argparse.Action]]]:
+    """Return the help and the arguments of each command."""
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {action.dest: action.help or "" for action in subparsers._choices_actions}
-    for name, own in subparsers.choices.items():
-        yield _Command(name, helps[name], tuple(map(_argument, own._actions)))
+    return {name: (helps[name], own._actions) for name, own in subparsers.choices.items()}
 
 
-def _argument(action: argparse.Action) -> _Argument:
-    from graphpar.schedules.registry import SCHEDULES
-
-    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
-    # schedules are not choices to argparse, since they are taken in other spellings too
-    words = tuple(map(str, action.choices or (SCHEDULES if action.dest == "schedule" else ())))
-    return _Argument(
-        names=tuple(action.option_strings),
-        metavar=metavar,
-        help=(action.help or "").replace("%%", "%"),
-        flag=action.nargs == 0,
-        words=() if isinstance(action, argparse._SubParsersAction) else words,
-        path=any(_is_path(part) for part in metavar.split("|")),
-    )
+def _flags(actions: Sequence[argparse.Action]) -> list[str]:
+    return [name for action in actions for name in action.option_strings]
 
 
-def _is_path(metavar: str) -> bool:
-    return metavar in ("DIR", "OUT", "MODEL") or metavar.startswith("FILE") or metavar.endswith(".json")
+def _values(action: argparse.Action) -> list[str]:
+    return [str(value) for value in action.choices or ()]
+
+
+def _is_path(action: argparse.Action) -> bool:
+    parts = str(action.metavar or "").split("|")
+    return any(part in ("DIR", "OUT", "MODEL") or part.startswith("FILE") or part.endswith(".json") for part in parts)
 
 
 # ---- shells ----------------------------------------------------------------------------------------------------
 
 
-def _bash(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[str]:
+def _bash(parser: Parser) -> Iterator[str]:
+    commands = _commands(parser)
+
     def offered(words: Sequence[str]) -> str:
         return f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(words))} -- "$word"))'
 
@@ -113,22 +64,19 @@ def _bash(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[s
         "_graphpar() {",
         "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]}",
         "    COMPREPLY=()",
-        "    if ((COMP_CWORD == 1)); then",
-        f"        {offered([command.name for command in commands] + _names(root))}",
-        "        return",
-        "    fi",
+        f"    if ((COMP_CWORD == 1)); then {offered([*commands, *_flags(parser._actions)])}; return; fi",
         '    case "$command $before" in',
     )
-    for command in commands:
-        for option in command.options:
-            if option.words:
-                cases = "|".join(shlex.quote(f"{command.name} {name}") for name in option.names)
-                yield f"        {cases}) {offered(option.words)}; return ;;"
+    for name, (_, actions) in commands.items():
+        for action in actions:
+            if action.option_strings and (values := _values(action)):
+                cases = "|".join(shlex.quote(f"{name} {flag}") for flag in action.option_strings)
+                yield f"        {cases}) {offered(values)}; return ;;"
     yield from ("    esac", '    case "$command" in')
-    for command in commands:
-        plain = [word for argument in command.positional for word in argument.words]
-        otherwise = f"; else {offered(plain)}" if plain else ""
-        yield f"        {command.name}) if [[ $word == -* ]]; then {offered(_names(command.options))}{otherwise}; fi ;;"
+    for name, (_, actions) in commands.items():
+        values = [value for action in actions if not action.option_strings for value in _values(action)]
+        otherwise = f"; else {offered(values)}" if values else ""
+        yield f"        {name}) if [[ $word == -* ]]; then {offered(_flags(actions))}{otherwise}; fi ;;"
     yield from (
         "    esac",
         "}",
@@ -136,79 +84,27 @@ def _bash(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[s
     )  # default: paths, where nothing is offered
 
 
-def _zsh(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[str]:
-    def taken(argument: _Argument) -> str:
-        return f"({' '.join(argument.words)})" if argument.words else "_files" if argument.path else " "
+def _fish(parser: Parser) -> Iterator[str]:
+    def quoted(text: str) -> str:
+        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
 
-    def spec(option: _Argument, name: str) -> str:
-        help_text = option.help.replace("[", "\\[").replace("]", "\\]")
-        value = "" if option.flag else f":{_plain(option.metavar)}:{taken(option)}"
-        return shlex.quote(f"{name}[{help_text}]{value}")
+    def lines(when: str, actions: Sequence[argparse.Action]) -> Iterator[str]:
+        for action in actions:
+            values = f" -a {quoted(' '.join(_values(action)))}" if _values(action) else ""
+            start = f"complete -c graphpar -n {quoted(when)}"
+            if action.option_strings:
+                flags = " ".join(
+                    f"-l {flag[2:]}" if flag[1] == "-" else f"-s {flag[1:]}" for flag in action.option_strings
+                )
+                taken = "" if action.nargs == 0 else " -r -F" if _is_path(action) and not values else " -x"
+                yield f"{start} {flags}{taken}{values} -d {quoted((action.help or '').replace('%%', '%'))}"
+            elif values:
+                yield f"{start} -f{values}"
 
-    yield from (
-        "#compdef graphpar",
-        "_graphpar() {",
-        "    local -a commands=(",
-        *(f"        {shlex.quote(f'{command.name}:{command.help}')}" for command in commands),
-        "    )",
-        "    if (( CURRENT == 2 )); then",
-        "        _describe command commands",
-        f"        _arguments {' '.join(spec(option, name) for option in root for name in option.names)}",
-        "        return",
-        "    fi",
-        "    local command=$words[2]",
-        "    shift words",
-        "    (( CURRENT-- ))",
-        "    case $command in",
-    )
-    for command in commands:
-        specs = [spec(option, name) for option in command.options for name in option.names]
-        specs += [
-            shlex.quote(f"{place}:{_plain(argument.metavar)}:{taken(argument)}")
-            for place, argument in enumerate(command.positional, 1)
-        ]
-        yield f"        {command.name})"
-        yield "            _arguments \\"
-        yield from (f"                {each} \\" for each in specs[:-1])
-        yield from (f"                {specs[-1]}", "            ;;")
-    yield from ("    esac", "}", "compdef _graphpar graphpar")
-
-
-def _plain(metavar: str) -> str:
-    """A name of a value without what zsh reads as its own."""
-    return metavar.replace(":", " ")
-
-
-def _fish(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[str]:
-    def line(when: str, option: _Argument) -> str:
-        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
-        value = "" if option.flag else " -r -F" if option.path and not option.words else " -x"
-        words = f" -a {_fish_quoted(' '.join(option.words))}" if option.words else ""
-        return f"complete -c graphpar -n {_fish_quoted(when)} {names}{value}{words} -d {_fish_quoted(option.help)}"
-
-    first = "__fish_use_subcommand"
-    for command in commands:
-        yield f"complete -c graphpar -f -n {_fish_quoted(first)} -a {command.name} -d {_fish_quoted(command.help)}"
-    yield from (line(first, option) for option in root)
-    for command in commands:
-        when = f"__fish_seen_subcommand_from {command.name}"
-        yield from (line(when, option) for option in command.options)
-        for argument in command.positional:
-            if argument.words:
-                yield f"complete -c graphpar -f -n {_fish_quoted(when)} -a {_fish_quoted(' '.join(argument.words))}"
-
-
-def _fish_quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _names(arguments: Sequence[_Argument]) -> list[str]:
-    return [name for argument in arguments for name in argument.names]
-
-
-_SHELLS: dict[str, Callable[[Sequence[_Command], Sequence[_Argument]], Iterator[str]]] = {
-    "bash": _bash,
-    "zsh": _zsh,
-    "fish": _fish,
-}
+    first, commands = "__fish_use_subcommand", _commands(parser)
+    for name, (what, _) in commands.items():
+        yield f"complete -c graphpar -f -n {quoted(first)} -a {name} -d {quoted(what)}"
+    yield from lines(first, [action for action in parser._actions if action.nargs == 0])
+    for name, (_, actions) in commands.items():
+        yield from lines(f"__fish_seen_subcommand_from {name}", actions)

@@ -1,32 +1,175 @@
-"""``graphpar estimate``: what may be asked of it. The work is in ``estimate_work``, which imports torch."""
+"""``graphpar estimate``: what a step of a given plan takes, and as what formula."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from graphpar.cli.arguments import Commands, add_cache, add_json, add_model
-from graphpar.cli.output import Result
+from rich.console import Console
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphpar.cli.output import Result, print_wrapped, progress
+from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.cli.trace import Clock, export_file
+from graphpar.errors import GraphparError
+from graphpar.frontend.capture_cache import CaptureCache, cache_folder
+from graphpar.frontend.modelfile import ModelFile
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.passes.compilation import compiled
+from graphpar.passes.planning.explain import PARTS, Formulas, formulas, in_sequence
+from graphpar.passes.planning.plan_request import on_one_device
+from graphpar.passes.planning.prices import pricing_of
+from graphpar.passes.planning.validate_plan import check_alone, validate_plan
+from graphpar.report.report import compile_json, render, report_data, with_alone
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.plan_record import kept_report
+from graphpar.text import count_text, indices_text
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Price a given plan for the model, on the plan's own cluster or another."""
-    from graphpar.cli.estimate_work import estimate_plan
+    """Price the plan that ``graphpar estimate`` was given; the result prints the report, and formulas with ``--formula``."""
+    clock = Clock()
+    path, record = read_record(options.plan)
+    given = read_plan(path, record)
+    check_alone(given)
+    cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
+    with progress("tracing the model"):
+        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), given.precision, given.mode)
+        program = export_file(cache.file, given.mode, given.precision, cache=cache)
+    clock.phase("capture")
+    with progress("pricing the plan"):
+        plan = validate_plan(program, given)
+        compilation = compiled(program, plan, cluster)
+        if compilation.unpriced is not None:
+            raise GraphparError(compilation.unpriced)
+        report = report_data(compilation, cluster)
+        if plan.mesh.size > 1:
+            report = with_alone(report, on_one_device(program, plan, compilation.cluster).to_json())
+    clock.phase("plan")
+    report["warnings"] += _grown(path, record, report["model"]["parameters"])
+    data = compile_json(report, plan, clock.seconds, None)
+    del data["search"]
+    if options.formula:
+        with progress("tracing the model at other lengths"):
+            data["formula"] = formula_data(
+                cache.file.imported(), program, plan, formulas(*pricing_of(program, plan, compilation.cluster))
+            )
 
-    return estimate_plan(options)
+    def show(console: Console) -> None:
+        render(report, console)
+        if options.formula:
+            print_wrapped(console, ["", *formula_text(data["formula"])])
+
+    return Result(data, show)
 
 
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("estimate", help="what a step of a given plan takes: seconds, communication, memory")
-    add_model(parser)
-    parser.add_argument(
-        "--plan", metavar="PLAN.json", required=True, help="the plan, or the emitted folder that holds it"
+def _grown(path: Path, record: dict[str, Any], parameters: int) -> list[str]:
+    """Warn of a plan that was made for the model at another size, which is legal."""
+    with contextlib.suppress(RuntimeProgramError):  # the plan is whole without its report
+        record = kept_report(path, record) or record
+    before = record.get("model")
+    count = before.get("parameters") if isinstance(before, dict) else None
+    if not isinstance(count, int) or count == parameters:
+        return []
+    return [f"The plan was made for a model of {count_text(count)} parameters; this one has {count_text(parameters)}."]
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------
+
+
+def formula_data(file: ModelFile, program: Program, plan: Plan, in_batch: Sequence[Formulas]) -> dict[str, Any]:
+    """Write the formulas of stages as text, in s too where that is possible, with notes on them."""
+    stages: list[dict[str, str]]
+    variables = {"b": "rows of a microbatch"}
+    try:
+        length, in_both = _in_sequence(file, program, plan, in_batch)
+    except GraphparError as error:
+        stages = [{name: str(value) for name, value in stage.items()} for stage in in_batch]
+        return {"variables": variables, "stages": stages, "notes": [f"Not in the length of the sequence: {error}"]}
+    stages = [{name: str(both.get(name, stage[name])) for name in stage} for stage, both in zip(in_batch, in_both)]
+    left = sorted({name for stage, both in zip(in_batch, in_both) for name in stage if name not in both})
+    notes = (
+        [f"{', '.join(left)}: at s = {length}, because no polynomial of degree 2 in s fits the other lengths."]
+        if left
+        else []
     )
-    parser.add_argument(
-        "--cluster", metavar="NAME|FILE", help="where (default: the plan's own, or this machine's kind)"
+    return {
+        "variables": variables | {"s": f"the length of the sequence, {length} in the example"},
+        "stages": stages,
+        "notes": notes,
+    }
+
+
+def _in_sequence(
+    file: ModelFile, program: Program, plan: Plan, in_batch: Sequence[Formulas]
+) -> tuple[int, Sequence[Formulas]]:
+    """The example's sequence length, and formulas from traces of the example at parts of it.
+
+    Raises:
+        GraphparError: the example has no sequence that can be shortened, or the model changes with it.
+    """
+    length = _length(file, program)
+    samples: dict[int, Sequence[Formulas]] = {}
+    for part in PARTS:
+        short = int(length * part)
+        samples[short] = in_batch if short == length else _at(file, program, plan, length, short)
+    found = in_sequence(samples)
+    if found is None:
+        raise GraphparError("the model runs different operators at other lengths.")
+    return length, found
+
+
+def _length(file: ModelFile, program: Program) -> int:
+    """The size of the first dim besides the batch of the first input that has one."""
+    for entry in program.inputs:
+        if entry.role == "input" and entry.batch_dim is not None and len(entry.shape) > 1:
+            length = int(entry.shape[1 if entry.batch_dim == 0 else 0])
+            if length % PARTS[0].denominator or length < 2 * PARTS[0].denominator:
+                raise GraphparError(f"{entry.name} has {length} positions, which can't be divided into quarters.")
+            return length
+    raise GraphparError("no input has a dim other than the batch.")
+
+
+def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) -> Sequence[Formulas]:
+    """The formulas of the plan for the model traced on an example whose sequence is ``short``."""
+    leaves = [leaf for leaf in tree_leaves((file.args, file.kwargs, file.targets)) if isinstance(leaf, Tensor)]
+    dims = [entry.batch_dim for entry in program.inputs if entry.role in ("input", "target")]
+    if len(leaves) != len(dims):
+        raise GraphparError("the model does not take all of the example's tensors.")
+    batch_dims = {id(leaf): dim for leaf, dim in zip(leaves, dims)}
+
+    def shortened(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = batch_dims[id(leaf)]
+        return leaf[
+            tuple(slice(short if size == length and dim != own else None) for dim, size in enumerate(leaf.shape))
+        ]
+
+    args, kwargs, targets = tree_map(shortened, (file.args, file.kwargs, file.targets))
+    again = export_file(replace(file, args=args, kwargs=kwargs, targets=targets), plan.mode, plan.precision)
+    return formulas(
+        *pricing_of(again, validate_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
     )
-    parser.add_argument(
-        "--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence"
-    )
-    add_cache(parser)
-    add_json(parser)
+
+
+def formula_text(data: dict[str, Any]) -> list[str]:
+    """Print the formulas of each stage, once for all stages that have the same."""
+    lines = [
+        " A microbatch, forward and backward: "
+        + "; ".join(f"{name} = {text}" for name, text in data["variables"].items())
+    ]
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for index, stage in enumerate(data["stages"]):
+        groups.setdefault(tuple(stage.items()), []).append(index)
+    for formulas_of, stages in groups.items():
+        lines += ["", f" Stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}"]
+        lines += [f"   {name:<14} {text}" for name, text in formulas_of]
+    return [*lines, *(f"\n {note}" for note in data["notes"])]

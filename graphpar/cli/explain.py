@@ -1,18 +1,30 @@
-"""``--explain PATTERN``: for matching modules and values, the stage that has them, why, and what is sent."""
+"""``--explain PATTERN``: of matching modules and values, the stage that has them, why, and what is sent; of decisions, the next best.
+
+mesh, schedule, ... or plan ──DecisionExplainer──► what the next best value would cost, in the seconds and bytes of the report
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from graphpar.cli.explain_decisions import ALL
+from graphpar.cost_models.estimates import Estimate
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program, concrete_shape
 from graphpar.ir.stage import Stage
-from graphpar.passes.planning.next_best import DECISIONS
+from graphpar.passes.planning.explain import DECISIONS, Alternatives, NextBest, costs
 from graphpar.report.data import stage_parameters
-from graphpar.text import indices_text
+from graphpar.report.phrases import PART_NAMES, named
+from graphpar.text import bytes_text, indices_text, is_at_or_below, seconds_text
+
+ALL = "plan"
+"""The name that stands for all decisions."""
+_LEAST = 1e-3
+"""Differences below this share of a step, or of the peak memory, are not listed."""
+_MOST = 12
+"""How many blocks and cuts are priced for one pattern."""
 
 
 def explain(
@@ -40,10 +52,10 @@ def explain(
         *_recomputed(program, stages).items(),
     ]
     parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
-    wanted = re.compile(".*".join(parts))
+    matcher = re.compile(".*".join(parts))
     lines = list(decisions)
     for name, text in about:
-        if wanted.fullmatch(name):
+        if matcher.fullmatch(name):
             lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
     if not lines:
         anywhere = pattern if "*" in pattern else f"**.{pattern}"
@@ -54,11 +66,19 @@ def explain(
     return lines
 
 
+# ---- modules and values ----------------------------------------------------------------------------------------
+
+
 def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
     about: dict[str, str] = {}
     word = "rank" if plan.mesh.size == plan.mesh.pp else "pp group"
     for path in filter(None, program.module_classes):
-        found = [stage.index for stage in stages if any(_related(path, module) for module in stage.modules)]
+        # one contains the other, or they are the same
+        found = [
+            stage.index
+            for stage in stages
+            if any(is_at_or_below(path, own) or is_at_or_below(own, path) for own in stage.modules)
+        ]
         ranks = ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in found))
         if len(found) == 1:
             about[path] = f"a module on stage {found[0]} ({word} {ranks}), {_why(plan, found[0])}"
@@ -67,11 +87,6 @@ def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str,
         else:
             about[path] = "a module without used parameters; its operators are on the stages of their inputs"
     return about
-
-
-def _related(one: str, other: str) -> bool:
-    """Tell whether one module contains the other, or they are the same."""
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _why(plan: Plan, stage: int) -> str:
@@ -144,6 +159,118 @@ def _recomputed(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
             for target in source.targets:
                 text = indices_text(found[node.name])
                 about[target] = (
-                    f"a value computed again on stages {text}: it depends on no parameter, so it need not be sent"
+                    f"a value computed again on stages {text}: it depends on no parameter, so it is not sent"
                 )
     return about
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------
+
+
+class DecisionExplainer:
+    """Explains decisions by name, and blocks and cuts by path."""
+
+    def __init__(self, decisions: Alternatives) -> None:
+        self.decisions = decisions
+        self.found: list[NextBest] = []
+
+    def named(self, pattern: str) -> list[str]:
+        """Explain the decision ``pattern``, or all of them where it is ``plan``; empty where it is no decision."""
+        names = DECISIONS if pattern == ALL else (pattern,) if pattern in DECISIONS else ()
+        lines: list[str] = []
+        for name in names:
+            entries = self.decisions.next_best(name)
+            self.found += entries
+            titles = [f"cut {each.decision}" if name == "cuts" else name for each in entries]
+            lines += [f" {title}: {self.text(each)}" for title, each in zip(titles, entries)]
+            if not entries:
+                lines.append(f" {name}: there is one stage")
+        return lines
+
+    def lines(self, name: str) -> list[str]:
+        """Explain the recomputation of the block ``name``, and the cuts there; empty for anything else."""
+        if len(self.found) >= _MOST:
+            return []
+        points = self.decisions.plan.split_points
+        found = [self.decisions.cut(number) for number, point in enumerate(points) if point.path == name]
+        block = self.decisions.block(name)
+        found += [] if block is None else [block]
+        self.found += found
+        return [self.text(each) for each in found]
+
+    def text(self, each: NextBest) -> str:
+        """Write ``1F1B; next best GPipe (4 microbatches of 2): 45 ms a step instead of 43 ms (+4.7%): bubble +2 ms; peak ...``."""
+        decided = "as in the plan" if self.decisions.given else "pinned"
+        pinned = f", {decided}" if each.pinned else ", not searched" if each.by_default else ""
+        if each.estimate is None:
+            return f"{each.value}{pinned}; no next best: {each.note}"
+        note = f" ({each.note})" if each.note else ""
+        rest = ""
+        if each.candidate is not None:
+            mesh, rest = named(each.candidate)
+            rest = f" ({rest})" if each.decision == "mesh" else f" ({mesh}, {rest})"
+        cost = compared(self.decisions.estimate, each.estimate, each.pinned and each.candidate is not None)
+        return f"{each.value}{pinned}; next best {each.other}{rest}{note}: {cost}"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what was explained as plain data, in seconds and bytes; ``costs`` are those of the next best above the plan's own."""
+        taken = self.decisions.estimate
+        return [
+            {
+                "decision": each.decision,
+                "value": each.value,
+                "pinned": each.pinned,
+                "next_best": None
+                if each.estimate is None
+                else {
+                    "value": each.other,
+                    "plan": each.candidate,
+                    "step_time_s": each.estimate.step_time_s,
+                    "peak_memory_bytes": max(each.estimate.peak_memory_bytes),
+                    "fits": each.estimate.missing_bytes <= 0,
+                    "costs": costs(taken, each.estimate),
+                },
+                "note": each.note or None,
+            }
+            for each in self.found
+        ]
+
+
+def compared(taken: Estimate, other: Estimate, pinned: bool = False) -> str:
+    """Write the step time and peak memory of ``other`` beside those of ``taken``, with the parts that differ.
+
+    ``pinned``: ``other`` is the fastest without a pin of ``taken``, so the difference is what the pin costs.
+    """
+    data = costs(taken, other)
+    least_s, least_bytes = _LEAST * taken.step_time_s, _LEAST * max(taken.peak_memory_bytes)
+    parts = [
+        f"{PART_NAMES.get(name, name)} {_signed(more, seconds_text)}"
+        for name, more in _largest(data["parts_s"])
+        if abs(more) >= least_s
+    ]
+    nbytes = [
+        f"{name.replace('_', ' ')} {_signed(int(more), bytes_text)}"
+        for name, more in _largest(data["memory"])
+        if abs(more) >= least_bytes
+    ]
+    peaks = [max(each.peak_memory_bytes) for each in (other, taken)]
+    text = f"{seconds_text(other.step_time_s)} a step instead of {seconds_text(taken.step_time_s)} ({data['relative']:+.1%}"
+    text += f": {', '.join(parts)})" if parts else ")"
+    text += f", peak {bytes_text(peaks[0])} instead of {bytes_text(peaks[1])}"
+    text += f" ({', '.join(nbytes)})" if nbytes else ""
+    if other.missing_bytes > 0:
+        return f"{text}; it does not fit in {bytes_text(other.memory_bytes)}"
+    if taken.missing_bytes > 0:
+        return f"{text}; it fits, which this plan does not"
+    if pinned:
+        cost = taken.step_time_s - other.step_time_s
+        return f"{text}; the pin costs {seconds_text(cost) + ' a step' if cost > 0 else 'nothing'}"
+    return text
+
+
+def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda entry: -abs(entry[1]))
+
+
+def _signed(value: float, text: Callable[[float], str]) -> str:
+    return f"{'+' if value > 0 else '-'}{text(abs(value))}"

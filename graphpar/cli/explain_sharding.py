@@ -16,8 +16,8 @@ from torch import fx
 
 from graphpar.annotations.patterns import ShardConstraints, names_of, resolve
 from graphpar.annotations.values import Choice, Spec
-from graphpar.cli.explain_decisions import compared
-from graphpar.codegen.describe import describe_shape
+from graphpar.cli.explain import compared
+from graphpar.codegen.formatting import describe_shape
 from graphpar.cost_models.collective_costs import SentPrices
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.sharding import costs_for
@@ -27,7 +27,7 @@ from graphpar.ir.sharding import Sharding, Types
 from graphpar.operators.naming import value_name
 from graphpar.operators.transitions import moves
 from graphpar.passes.compilation import Compilation
-from graphpar.passes.planning.planning import estimate_plan
+from graphpar.passes.planning.prices import estimate_plan
 from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import pin_nodes
@@ -35,7 +35,7 @@ from graphpar.passes.sharding.problem import Operator, Value
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.solution import Solution, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
-from graphpar.text import seconds_text
+from graphpar.text import is_at_or_below, seconds_text
 
 MOST = 12
 """How many tensors are searched again, each once for every axis; a pattern may match more."""
@@ -92,7 +92,7 @@ class ShardingExplainer:
         """The block that contains a module, and the module's path in the instance of the block that was traced."""
         for block in self.program.blocks.values():
             for instance in block.instances:
-                if _within(path, instance):
+                if is_at_or_below(path, instance):
                     return block, block.path + path.removeprefix(instance)
         return None, path
 
@@ -102,7 +102,9 @@ class ShardingExplainer:
         region = {
             operator.node: operator
             for operator in self.problem.operators
-            if operator.kind == "operator" and operator.scope == scope and _within(module_path(operator.node), own)
+            if operator.kind == "operator"
+            and operator.scope == scope
+            and is_at_or_below(module_path(operator.node), own)
         }
         found: dict[tuple[str, Operator], str] = {}
         for value in self.problem.values:
@@ -144,10 +146,10 @@ class ShardingExplainer:
                 continue
             for edge in value.edges:
                 decision = self.decisions[edge.user.node]
-                wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
-                seconds = self._path_s(value, types, wanted) if wanted != types else None
+                required = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
+                seconds = self._path_s(value, types, required) if required != types else None
                 if seconds is not None:
-                    found[wanted] = f"{self._spec(wanted)} ({seconds_text(seconds)})"
+                    found[required] = f"{self._spec(required)} ({seconds_text(seconds)})"
         return list(found.values())
 
     def _path_s(self, value: Value, source: Types, target: Types) -> float | None:
@@ -230,10 +232,6 @@ class ShardingExplainer:
             )
         values: dict[fx.Node, Spec] = {**self.given.values, operator.node: {**self._pinned(operator), axis: allowed}}
         return replace(self.given, values=values)
-
-
-def _within(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
 
 
 def _alike(one: Type, other: Type) -> bool:

@@ -5,14 +5,14 @@
 
 Exit codes: 0 done, 1 a check or a process that was started failed, 2 the user must change something (message, no traceback),
 3 our bug (traceback).
-Nothing here imports torch, so that ``graphpar --help`` answers at once; each command is a module with its parser, and imports
-what its work needs when it runs.
+Nothing here imports torch, so that ``graphpar --help`` answers at once; the module of a command is imported when it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import math
 import signal
@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.output import (
     CHECK_FAILED,
     OUR_BUG,
@@ -34,7 +33,9 @@ from graphpar.cli.output import (
     stdout_to_stderr,
     writing_stdout,
 )
+from graphpar.cli.parser import COMMANDS, build_parser
 from graphpar.errors import GraphparError
+from graphpar.runtime.errors import NO_ROOM, LaunchError, RuntimeProgramError
 from graphpar.text import listed
 
 
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_signals():
             with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections():
-                result: Result = COMMANDS[options.command].run(options)
+                module, _, function = COMMANDS[options.command].function.partition(".")
+                result: Result = getattr(importlib.import_module(f"graphpar.cli.{module}"), function)(options)
             with writing_stdout():
                 if options.json:
                     print(json.dumps(_finite(result.data), allow_nan=False))
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error)
 
 
+_FOR_USERS = (GraphparError, RuntimeProgramError, PermissionError, NotADirectoryError, FileExistsError)
+"""Errors whose messages are for users."""
 _WRITE_AS_THEY_GO = ("run", "checkpoint")
 """Commands whose processes write weights and checkpoints, which are not noted."""
 
@@ -127,39 +131,20 @@ def _finite(data: Any) -> Any:
 
 def _failed(error: Exception) -> int:
     """Print an error: a message if the user can act on it, else a traceback. Returns the exit code."""
-    if _is_for_user(error):
+    if isinstance(error, _FOR_USERS) or (isinstance(error, LaunchError) and error.user):
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    if (runtime := sys.modules.get("graphpar.runtime.errors")) is not None and isinstance(error, runtime.LaunchError):
+    if isinstance(error, LaunchError):
         print(f"{error.details}\nerror: {error}".lstrip(), file=sys.stderr)
         return CHECK_FAILED
-    if _no_room(error):
-        what = getattr(error, "filename", None) or "Standard output or a file"
-        print(f"error: {what} can't be written: {getattr(error, 'strerror', error)}.", file=sys.stderr)
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        what = error.filename or "Standard output or a file"
+        print(f"error: {what} can't be written: {error.strerror or error}.", file=sys.stderr)
         discard_stdout()
         return USER_ERROR
     traceback.print_exception(error)
     print("error: this is a bug in graphpar, or something that it should have refused with a message.", file=sys.stderr)
     return OUR_BUG
-
-
-def _no_room(error: Exception) -> bool:
-    """Tell whether a disk is full, or takes nothing."""
-    if not isinstance(error, OSError):
-        return False
-    from graphpar.runtime.errors import NO_ROOM
-
-    return error.errno in NO_ROOM
-
-
-def _is_for_user(error: Exception) -> bool:
-    """Tell whether an error is a message for users; the runtime's errors are known only once it is imported."""
-    if isinstance(error, GraphparError | PermissionError | NotADirectoryError | FileExistsError):
-        return True
-    runtime = sys.modules.get("graphpar.runtime.errors")
-    if runtime is None:
-        return False
-    return isinstance(error, runtime.RuntimeProgramError) or (isinstance(error, runtime.LaunchError) and error.user)
 
 
 if __name__ == "__main__":

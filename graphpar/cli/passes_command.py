@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphpar.cli.arguments import Commands, add_json
+from rich.console import Console
+from rich.table import Table
+
 from graphpar.cli.output import Result
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("passes", help="the pass table: name, what it needs, what it ensures")
-    add_json(parser)
+from graphpar.passes.table import STEPS, Pass
 
 
 def step_rows(seconds: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
     """List the steps as plain data, with ``seconds`` by name if they are given."""
-    from graphpar.passes.table import STEPS, Pass
-
     rows: list[dict[str, Any]] = [
         {
             "name": row.name,
@@ -49,8 +41,6 @@ def run(options: argparse.Namespace) -> Result:
     rows = step_rows()
 
     def show(console: Console) -> None:
-        from rich.table import Table
-
         table = Table(box=None, padding=(0, 1))
         for heading in ("step", "requires", "provides", "checked by"):
             table.add_column(heading)

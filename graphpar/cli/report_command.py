@@ -1,91 +1,62 @@
-"""``graphpar report``: the report of an emitted program, from what lies in its folder."""
+"""``graphpar report``: the report of an emitted program, from what lies in its folder. ``graphpar diff``: two of them side by side."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphpar.cli.arguments import Commands, add_json
+from rich.console import Console
+
 from graphpar.cli.output import Result, print_wrapped, write_text
+from graphpar.cli.plan_file import read_plan, read_record, reading_report
 from graphpar.errors import GraphparError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from graphpar.ir.plan import Plan
-
-
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("report", help="print the report of an emitted program or a plan")
-    parser.add_argument("out", metavar="OUT|PLAN.json", help="the emitted folder, or a plan.json")
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page instead")
-    parser.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
-    parser.add_argument("--groups", action="store_true", help="print the process groups instead: axes, sizes, ranks")
-    parser.add_argument(
-        "--group", metavar="NAME", help="print the ranks of every group of a name instead: tp, expert_data"
-    )
-    add_json(parser, "print its data as one JSON object")
+from graphpar.ir.plan import Plan
+from graphpar.report.difference import Side, difference, difference_lines
+from graphpar.report.groups import groups_data, groups_lines, ranks_of
+from graphpar.report.report import html, plan_text, render, trace, with_alone
+from graphpar.runtime.plan_record import REPORT, kept_report
+from graphpar.text import indices_text
 
 
-def run(options: argparse.Namespace) -> Result:
+def report(options: argparse.Namespace) -> Result:
     """Print the report, or write it as a page (``--html``) or as a timeline (``--trace``)."""
-    from graphpar.cli.plan_file import read_plan, read_record, reading_report
-    from graphpar.runtime.plan_record import kept_report
-
     path, record = read_record(options.out)
-    if options.groups or options.group is not None:
-        return _groups(read_plan(path, record), options)
     plan = read_plan(path, record)
+    if options.groups or options.group is not None:
+        return _groups(plan, options)
     with reading_report(path):
         data = kept_report(path, record)
         if data is None:
             return _plan_only(path, plan, options.html or options.trace)
-        return _shown(options, path, data)
+        return _print_or_write(options, path, data)
 
 
 def _groups(plan: Plan, options: argparse.Namespace) -> Result:
     """The table of process groups, or all groups of one name."""
-    from graphpar.report.groups import groups_data, groups_lines, ranks_of
-    from graphpar.text import indices_text
-
     if options.html or options.trace or (options.groups and options.group is not None):
         raise GraphparError("Give one of --html, --trace, --groups and --group: each is shown instead of the report.")
     if options.group is not None:
         ranks = ranks_of(plan, options.group)
-        return Result(
-            {options.group: ranks}, lambda console: _lines(console, [f" {indices_text(each)}" for each in ranks])
-        )
-    rows = groups_data(plan)
-    return Result({"groups": rows}, lambda console: _lines(console, groups_lines(rows)))
+        data: dict[str, Any] = {options.group: ranks}
+        lines = [f" {indices_text(each)}" for each in ranks]
+    else:
+        data = {"groups": groups_data(plan)}
+        lines = groups_lines(data["groups"])
+    return Result(data, lambda console: console.out("\n".join(lines), highlight=False))
 
 
-def _lines(console: Console, lines: Sequence[str]) -> None:
-    console.out("\n".join(lines), highlight=False)
-
-
-def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Result:
+def _print_or_write(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Result:
     """Print the report of ``path``, with what lies beside it, or write it."""
-    from graphpar.cli.plan_file import read_record, reading_report
-    from graphpar.report.report import html, render, trace, with_alone
-
-    search = path.parent / "search.json"
-    if path.name == "plan.json" and search.is_file():
-        data = data | {"search": read_record(search)[1]}
-    alone = path.parent / "alone.json"
-    if path.name == "plan.json" and alone.is_file():
-        data = with_alone(data, read_record(alone)[1])
+    beside = {name: path.parent / f"{name}.json" for name in ("search", "alone") if path.name == "plan.json"}
+    found = {name: read_record(file)[1] for name, file in beside.items() if file.is_file()}
+    data = with_alone(data, found.pop("alone", None)) | found
     if options.html and options.trace:
         raise GraphparError("Give --html or --trace, not both: each is written instead of the report.")
-    if options.html:
-        write_text(options.html, html(data), options.written)
-        return Result(data, lambda console: console.out(f"Wrote {options.html}", highlight=False))
-    if options.trace:
-        write_text(options.trace, json.dumps(trace(data), allow_nan=False), options.written)
-        return Result(data, lambda console: console.out(f"Wrote {options.trace}", highlight=False))
+    if file := options.html or options.trace:
+        write_text(file, html(data) if options.html else json.dumps(trace(data), allow_nan=False), options.written)
+        return Result(data, lambda console: console.out(f"Wrote {file}", highlight=False))
     out = str(path.parent) if path.name == "plan.json" else None
 
     def show(console: Console) -> None:
@@ -97,12 +68,9 @@ def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Res
 
 def _plan_only(path: Path, plan: Plan, file: str | None) -> Result:
     """A plan beside which there is no report of its decisions."""
-    from graphpar.report.report import plan_text
-    from graphpar.runtime.plan_record import REPORT
-
-    why = f"There are no times and bytes of this plan beside {path}"
+    why = f"There are no times and bytes of this plan next to {path}"
     if path.name == "plan.json" and (path.parent / REPORT).is_file():
-        why = f"{path} was edited since {REPORT} was made beside it, so its times and bytes are of another plan"
+        why = f"{path} was edited since {REPORT} was written, so its times and bytes are of another plan"
     advice = f"`graphpar estimate MODEL --plan {path}` finds them, and `graphpar compile MODEL --plan {path}` writes the program and them."
     if file is not None:
         raise GraphparError(f"{why}, and {file} needs them; {advice}")
@@ -112,3 +80,18 @@ def _plan_only(path: Path, plan: Plan, file: str | None) -> Result:
         print_wrapped(console, ["", f"{why}; {advice}"])
 
     return Result(plan.to_json(), show)
+
+
+def diff(options: argparse.Namespace) -> Result:
+    """Compare two plans."""
+    a, b = _side(options.plan_a), _side(options.plan_b)
+    with reading_report(Path(f"{a.name} or {b.name}")):
+        data = difference(a, b)
+    return Result(data, lambda console: print_wrapped(console, difference_lines(data)))
+
+
+def _side(path: str) -> Side:
+    file, record = read_record(path)
+    plan = read_plan(file, record)
+    with reading_report(file):
+        return Side(path, plan, kept_report(file, record))

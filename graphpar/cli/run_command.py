@@ -13,44 +13,57 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphpar.cli import generation_options
-from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
-from graphpar.cli.generation_options import checked
-from graphpar.cli.output import Result, program_folder, progress, steps_shown
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress, steps_shown
+from graphpar.cli.parser import GENERATION
+from graphpar.cli.plan_file import read_program, reading_report
+from graphpar.codegen.package import import_stage
+from graphpar.codegen.saving import record
 from graphpar.errors import GraphparError
-from graphpar.runtime.modes import GENERATE, SCRIPTS, STEPS
+from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
+from graphpar.hardware.cluster import Cluster
+from graphpar.parts import untied
+from graphpar.runtime.checkpoints.checkpoint import check_fits
+from graphpar.runtime.checkpoints.weights import check_file, save_tensors
+from graphpar.runtime.debugging.rank_alone import Measured, Timed, measure
+from graphpar.runtime.errors import LaunchError
+from graphpar.runtime.generation.prompts import requested, text_file
+from graphpar.runtime.launching.launch import torchrun
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, STEPS
+from graphpar.runtime.plan_record import kept_report
+from graphpar.runtime.rendezvous import on_gpus
+from graphpar.runtime.stages.compiled import check_compiles
+from graphpar.runtime.stages.modules import check_files
 from graphpar.text import bytes_text, plural, seconds_text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from graphpar.runtime.manifest import Manifest
-
-
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("run", help="run an emitted program on this machine (torchrun)")
-    add_program(parser)
-    parser.add_argument("--steps", type=count, help="optimizer steps (default: 10)")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
-    generation_options.add_options(parser)
-    parser.add_argument("--timeout", type=seconds, default=3600, help="seconds until it is ended (default: 3600)")
-    add_json(parser)
+TOKENIZER = "tokenizer.json"
+ALONE_STEPS = 5
+NOT_HERE = ", which this machine does not have: the times below are not comparable"
+"""Steps of a rank alone, after two that are not timed."""
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Run the program's script on local processes."""
-    data = launch(
-        program_folder(options.out),
-        options.steps,
-        options.timeout,
-        compile=options.compile,
-        asked=generation_options.given(options),
-    )
+    """Run the program's script on local processes, or one of its ranks alone."""
+    folder = program_folder(options.out)
+    given = {name: getattr(options, name.replace("-", "_")) for name in GENERATION}
+    generation = {name: value for name, value in given.items() if value is not None}
+    if options.alone is not None:
+        if generation:
+            raise GraphparError(f"--{next(iter(generation))} would have no effect with --alone; leave one of them out.")
+        measured = measure(folder, options.alone, options.steps or ALONE_STEPS, compile=options.compile)
+        found = {"out": str(folder), **asdict(measured)}
+        here, status = _is_here(read_program(folder)[1], 1), DONE if measured.finite else CHECK_FAILED
+        return Result(found, lambda console: show_alone(measured, here, console), status)
+    data = launch(folder, options.steps, options.timeout, compile=options.compile, generation=generation)
     return Result(data, lambda console: show(data, console))
 
 
@@ -60,7 +73,7 @@ def launch(
     timeout_s: float = 3600,
     *,
     compile: bool = False,
-    asked: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
@@ -69,22 +82,13 @@ def launch(
     Args:
         steps: 10 by default.
         compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
-        asked: options of a program for generation, by name.
+        generation: options of a program for generation, by name.
     """
-    import torch
-
-    from graphpar.cli.plan_file import read_program, reading_report
-    from graphpar.runtime.compiled import check_compiles
-    from graphpar.runtime.distributed import on_gpus
-    from graphpar.runtime.errors import LaunchError
-    from graphpar.runtime.launch import torchrun
-    from graphpar.runtime.stages import check_files
-
     program, plan = read_program(folder)
     generates = program.mode == GENERATE
-    if asked and not generates:
+    if generation and not generates:
         raise GraphparError(
-            f"--{next(iter(asked))} is for programs compiled with --mode generate; this one is for {program.mode}."
+            f"--{next(iter(generation))} is for programs compiled with --mode generate; this one is for {program.mode}."
         )
     if generates and (steps is not None or compile):
         raise GraphparError(
@@ -95,13 +99,13 @@ def launch(
     if not script.is_file():
         raise GraphparError(f"{folder} has no {script.name}; compile the model again.")
     check_files(program)
-    asked = checked(dict(asked or {}), folder, program) if generates else {}
-    if compile:
-        check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
+    generation = checked(dict(generation or {}), folder, program) if generates else {}
     devices = program.world_size
+    if compile:
+        check_compiles(program, "inductor", torch.device("cuda" if on_gpus(devices) else "cpu"))
     with reading_report(folder / "plan.json"):
         predicted = prediction(folder, plan, devices)
-    if not {"weights", "checkpoint"} & set(asked):
+    if not {"weights", "checkpoint"} & set(generation):
         prepare(folder, program)
 
     print(
@@ -112,7 +116,7 @@ def launch(
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history), *(["--compile"] if compile else [])]
         if generates:
-            arguments = ["--json", str(history), *generation_options.script_arguments(asked)]
+            arguments = ["--json", str(history), *script_arguments(generation)]
         elif (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:
@@ -149,33 +153,34 @@ def launch(
 def prediction(folder: Path, plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
     """Read the predicted seconds of a step beside ``plan.json``, for which devices, and whether this machine has such
     (``here``)."""
-    from graphpar.hardware.cluster import Cluster
-
     predicted = _predicted(folder, plan)
     if predicted is None:
         return None
-    here = Cluster.of_this_machine(devices).device
-    meant = Cluster.from_json(plan["cluster"]).device if plan.get("cluster") else here
     return {
         "step_time_s": predicted["step_time_s"],
         "cluster": predicted["cluster"],
         "figures": predicted["figures"],
-        "here": meant.name == here.name or meant.kind == here.kind == "cpu",
+        "here": _is_here(plan, devices),
     }
+
+
+def _is_here(plan: Mapping[str, Any], devices: int) -> bool:
+    """Whether this machine has such devices as the plan is for."""
+    here = Cluster.of_this_machine(devices).device
+    meant = Cluster.from_json(plan["cluster"]).device if plan.get("cluster") else here
+    return meant.name == here.name or meant.kind == here.kind == "cpu"
 
 
 def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
     if predicted is None:
         return ""
     what = f"{seconds_text(predicted['step_time_s'])} {STEPS[plan['mode']]}"
-    other = "" if predicted["here"] else ", which this machine does not have: the times below do not compare"
+    other = "" if predicted["here"] else NOT_HERE
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 
 
 def _predicted(folder: Path, plan: Mapping[str, Any]) -> Any:
     """What is predicted of a plan; None where it was not priced, or was edited since."""
-    from graphpar.runtime.plan_record import kept_report
-
     return (kept_report(folder / "plan.json", plan) or {}).get("predicted")
 
 
@@ -203,11 +208,6 @@ def prepare(folder: Path, program: Manifest) -> None:
     if weights.is_dir() and (not wants_batch or not named):
         return
 
-    from graphpar.codegen.saving import record
-    from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
-    from graphpar.parts import untied
-    from graphpar.runtime.tensor_file import save_tensors
-
     if not named:
         raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")
     try:
@@ -229,17 +229,119 @@ def prepare(folder: Path, program: Manifest) -> None:
             record(folder, ["weights/model.safetensors"])
 
 
+# ---- generation ------------------------------------------------------------------------------------------------
+
+
+def checked(generation: dict[str, Any], folder: Path, program: Manifest) -> dict[str, Any]:
+    """Return what is asked for, with the tokenizer that is used.
+
+    Raises:
+        GraphparError, RuntimeProgramError: it does not fit the program, so that the ranks would refuse it.
+    """
+    if not generation.get("prompt") and not generation.get("tokens"):
+        raise GraphparError("There is nothing to continue: give --prompt TEXT or --tokens IDS.")
+    prompts: list[list[int]] = []
+    if generation.get("prompt"):
+        if "tokenizer" not in generation:
+            generation = {**generation, "tokenizer": _tokenizer(folder, program)}
+        texts = text_file(generation["tokenizer"])
+        prompts = [texts.encode(prompt) for prompt in generation["prompt"]]
+    choice = {
+        name.replace("-", "_"): generation.get(name) for name in ("temperature", "top-k", "top-p", "repetition-penalty")
+    }
+    choice["do_sample"] = generation.get("sample")
+    prompts += generation.get("tokens", ())
+    requested(program, prompts, generation.get("max-new-tokens"), None, generation.get("seed", 0), choice)
+    if "weights" in generation or "checkpoint" in generation:  # are they of the model? Names and shapes, no values
+        stages = [import_stage(folder, stage.index) for stage in program.stages]
+        if "weights" in generation:
+            check_file(generation["weights"], stages, program)
+        else:
+            check_fits(generation["checkpoint"], stages, program)
+    return generation
+
+
+def script_arguments(generation: dict[str, Any]) -> list[str]:
+    """Return the options as ``generate.py`` takes them."""
+    found: list[str] = []
+    for name, value in generation.items():
+        if name == "sample":
+            found.append("--sample" if value else "--no-sample")
+        elif name == "tokens":
+            found += [f"--tokens={','.join(map(str, ids))}" for ids in value]
+        else:
+            found += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
+    return found
+
+
+def _tokenizer(folder: Path, program: Manifest) -> Path:
+    """Return the tokenizer beside the program or the model file."""
+    places = [folder]
+    if program.model_file:
+        places = [folder, Path(find_model_file(folder, program.model_file)).parent]
+    found = next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+    if found is None:
+        raise GraphparError(
+            f"--prompt needs a tokenizer: there is no {TOKENIZER} in {' or '.join(map(str, places))}. Name one with --tokenizer, or "
+            "give token ids with --tokens."
+        )
+    return found
+
+
+# ---- for people ------------------------------------------------------------------------------------------------
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     """Print shapes of outputs, and the median step time beside the prediction; the steps themselves have been printed."""
     if "texts" in data:
         return
     lines = [f" {name} {shape}" for name, shape in data.get("outputs", {}).items()]
-    lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, with the start of the processes")
+    lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, including the start of the processes")
     taken = [seconds for seconds in data.get("step_seconds", ()) if seconds is not None]
     if len(taken) > 1:
         middle = statistics.median(taken[1:])
         lines[-1] += f"; a step took {seconds_text(middle)} (median, without the first)"
         predicted = data["predicted"]
         if predicted is not None and predicted["here"]:
-            lines[-1] += f", {middle / predicted['step_time_s']:.2f} times what was predicted"
+            lines[-1] += f", {middle / predicted['step_time_s']:.2f} times the prediction"
     console.out("\n" + "\n".join(lines), highlight=False)
+
+
+def show_alone(measured: Measured, here: bool, console: Console) -> None:
+    """Print what a rank alone took, next to what was predicted of it without communication, for devices that are ``here`` or not."""
+    place = ", ".join(f"{axis}={at}" for axis, at in measured.place.items())
+    where = f", at {place}," if place else ""
+    predicted = measured.predicted or {}
+    beside = f"; predicted for {predicted['cluster']}{'' if here else NOT_HERE}" if predicted else ""
+    console.out(
+        f"\n Rank {measured.rank} of {measured.world_size}{where} alone on {measured.device}{beside}\n", highlight=False
+    )
+    whole = Timed("a step", measured.steps, measured.step_s, predicted.get("step_s"))
+    console.print(_timed_table([whole, *measured.parts, *measured.actions, *measured.blocks]))
+    lines = [_bytes_line("allocated", measured.allocated_bytes, predicted.get("allocated_bytes"))]
+    if measured.reserved_bytes is not None:
+        lines.append(_bytes_line("reserved", measured.reserved_bytes, predicted.get("reserved_bytes")))
+    if predicted:
+        missing = seconds_text(predicted["missing_communication_s"])
+        lines.append(
+            f"Not here: communication that computation does not hide, predicted {missing} a step, and waiting for other ranks"
+        )
+    if not measured.finite:
+        lines.append("The loss or the gradient's norm is not finite")
+    console.out("\n" + "\n".join(f" {line}" for line in lines), highlight=False)
+
+
+def _timed_table(rows: Sequence[Timed]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 1))
+    for heading in ("median of", "runs", "measured", "predicted", "ratio"):
+        table.add_column(heading, justify="left" if heading == "median of" else "right", no_wrap=True)
+    for row in rows:
+        known = row.predicted_s
+        beside = ("", "") if not known else (seconds_text(known), f"{row.median_s / known:.2f}")
+        table.add_row(row.name, str(row.runs), seconds_text(row.median_s), *beside)
+    return table
+
+
+def _bytes_line(what: str, measured: int, predicted: int | None) -> str:
+    beside = f", predicted {bytes_text(predicted)}: {measured / predicted:.3f} of it" if predicted else ""
+    return f"Peak memory {what}: {bytes_text(measured)}{beside}"

@@ -1,18 +1,23 @@
-"""Tracing the model of a model file, as ``compile`` and ``estimate`` do."""
+"""What commands that trace a model share: the trace, and how long phases and steps take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from graphpar import api
+from graphpar.cost_models.memory import with_optimizer
 from graphpar.frontend.capture import capture
 from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
-from graphpar.passes.table import PASSES, PassList, Step, check_skipped
+from graphpar.passes.step import Step
+from graphpar.passes.table import PASSES, PassList, check_skipped
 
 
 def default_dtype(*clusters: str | None) -> str:
@@ -43,5 +48,35 @@ def export_file(
     source = ModelSource(
         file.model, file.args, file.kwargs, file.loss_fn, file.targets, precision or Precision(), mode, evaluates
     )
-    trace = capture if cache is None else partial(cache.capture, capture)
+
+    def traced(source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:
+        return with_optimizer(
+            capture(source, batch_dims), file.optimizer
+        )  # which a stored capture knows, without an import
+
+    trace = traced if cache is None else partial(cache.capture, traced)
     return api.export_source(source, file.batch_dims, passes, skip, after_pass, trace)
+
+
+@dataclass
+class Clock:
+    """Seconds of each phase and of all together, and of each step."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"capture": 0.0, "plan": 0.0, "emit": 0.0, "total": 0.0})
+    steps: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def step(self, name: str) -> None:
+        """Note the end of a step; it began where the last one ended."""
+        self.steps[name] = time.perf_counter() - self.started - math.fsum(self.steps.values())
+
+    def within(self, name: str, parts: Mapping[str, float]) -> None:
+        """Count ``parts`` of the step ``name`` as separate steps."""
+        self.steps[name] -= math.fsum(parts.values())
+        self.steps |= parts
+
+    def phase(self, name: str) -> None:
+        """Note the end of a phase."""
+        now = time.perf_counter()
+        self.seconds[name] = now - self.started - self.seconds["total"]
+        self.seconds["total"] = now - self.started

@@ -1,18 +1,19 @@
-"""``graphpar verify``: an emitted program against the unpartitioned model, step by step."""
+"""``graphpar verify``: an emitted program against the unpartitioned model, step by step. ``graphpar check``: its types."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphpar.cli.arguments import Commands, add_json, add_program, count
-from graphpar.cli.output import CHECK_FAILED, DONE, Result, phases, program_folder
+from rich.console import Console
+
+from graphpar import verification
+from graphpar.cli.output import CHECK_FAILED, DONE, Result, phases, program_folder, progress
 from graphpar.text import plural
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from graphpar.verification.recorded import function_of
+from graphpar.verification.type_check import check_folder
 
 LISTED = 10
 """How many problems are printed; the rest is counted."""
@@ -21,37 +22,33 @@ WIDTH = 100
 """Width of prose in characters."""
 
 
-def add_parser(commands: Commands) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser("verify", help="compare an emitted program with the unpartitioned model")
-    add_program(parser)
-    parser.add_argument("--steps", type=count, default=4, help="optimizer steps, each on another batch (default: 4)")
-    parser.add_argument(
-        "--reference",
-        metavar="FILE:FUNCTION",
-        help="compare with this function of the model and a batch (a dict of tensors), which returns the loss, instead of with the "
-        "model and loss function that the program was compiled from",
-    )
-    parser.add_argument("--fp64", action="store_true", help="decide in float64 even where rounding leaves no doubt")
-    add_json(parser)
-
-
-def run(options: argparse.Namespace) -> Result:
+def verify(options: argparse.Namespace) -> Result:
     """Train the program and the model side by side and compare; the exit code is 1 where they differ."""
-    from graphpar.verification import verify_parts
-    from graphpar.verification.recorded import function_of
-
     folder = program_folder(options.out)
     reference = function_of(options.reference) if options.reference else None
     with phases() as phase:
-        result = verify_parts(folder, steps=options.steps, reference=reference, fp64=options.fp64, on_phase=phase)
+        result = verification.verify_parts(
+            folder, steps=options.steps, reference=reference, fp64=options.fp64, on_phase=phase
+        )
     data: dict[str, Any] = result.to_json()
     return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)
 
 
+def check(options: argparse.Namespace) -> Result:
+    """Check the types of every stage; the exit code is 1 where a problem is found."""
+    folder = program_folder(options.out)
+    with progress("checking the types of every stage"):
+        result = check_folder(folder)
+    data: dict[str, Any] = result.to_json()
+    return Result(data, lambda console: _show_types(data, console), DONE if result.ok else CHECK_FAILED)
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     """Print losses side by side, the largest errors with their tensors, how it was decided, and the verdict."""
-    lines = [f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, {_what_ran(data)}"]
+    what = (
+        "SGD with momentum" if data["loss"]["reference"] else f"outputs of {plural(data['steps'], 'batch', 'batches')}"
+    )
+    lines = [f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, {what}"]
     if data["data"]:
         lines += textwrap.wrap(data["data"], WIDTH, initial_indent=" ", subsequent_indent=" ")
     if data["ran"]:
@@ -81,11 +78,6 @@ def _errors(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _what_ran(data: dict[str, Any]) -> str:
-    trained = bool(data["loss"]["reference"])
-    return "SGD with momentum" if trained else f"outputs of {plural(data['steps'], 'batch', 'batches')}"
-
-
 def _losses(data: dict[str, Any]) -> list[str]:
     """The table of losses, the clipped step's below; nothing where the program has no loss."""
     losses = data["loss"]
@@ -102,3 +94,15 @@ def _losses(data: dict[str, Any]) -> list[str]:
     if data["accumulated"]:
         lines.append("   +: a batch whose gradients were added to the last step's; norm: theirs, before clipping")
     return lines
+
+
+def _show_types(data: dict[str, Any], console: Console) -> None:
+    """Print what was checked, what was not and why, the problems, and the verdict."""
+    lines = [
+        f" {plural(data['stages'], 'stage')} for {plural(data['devices'], 'device')} under spmd_types: "
+        f"{plural(data['checked'], 'operator')} checked, {len(data['unchecked'])} kinds unchecked"
+    ]
+    lines += [f"   unchecked: {name}: {reason}" for name, reason in data["unchecked"].items()]
+    lines += ["", *(f" {problem}" for problem in data["problems"])] if data["problems"] else []
+    lines += ["", f" {'PASS' if data['ok'] else 'FAIL'}"]
+    console.out("\n".join(lines), highlight=False)

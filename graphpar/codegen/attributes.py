@@ -10,10 +10,11 @@ from __future__ import annotations
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from graphpar.ir.program import TensorInfo
+from graphpar.ir.program import OTHERWISE, TensorInfo
 from graphpar.operators.spelling import literal
 from graphpar.runtime.layout import R, Shard, Type
 
@@ -26,6 +27,16 @@ class Tree:
     children: dict[str, Tree] = field(default_factory=dict)
     block: str | None = None
     root: bool = False  # the class itself, which is no container
+
+    def at(self, path: str) -> Tree | None:
+        """Return the module of a path; None where the class has none, as inside of a block."""
+        current = self
+        for part in filter(None, path.split(".")):
+            found = None if current.block is not None else current.children.get(part)
+            if found is None:
+                return None
+            current = found
+        return current
 
     def keyed(self) -> bool:
         """Whether the children are numbers, so that the module is a ModuleDict."""
@@ -87,10 +98,17 @@ def _assignment(target: str, value: str) -> str:
     return f"{target} = {value}"
 
 
+class Made(NamedTuple):
+    """How a module of torch's is made, and the tensors that it then has."""
+
+    text: str
+    tensors: tuple[str, ...]
+
+
 class InitPrinter:
     """Prints the body of ``__init__`` of one class."""
 
-    def __init__(self, tree: Tree, constructors: Mapping[str, str], *, train: bool = True) -> None:
+    def __init__(self, tree: Tree, constructors: Mapping[str, Made], *, train: bool = True) -> None:
         self.tree = tree
         self.train = train
         self.constructors = constructors  # of torch's modules, by path
@@ -112,9 +130,8 @@ class InitPrinter:
 
     def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
         made = self._constructor(child, path)
-        container = made in ("nn.Module()", "nn.ModuleDict()")
-        parameters = {n: info for n, info in child.tensors.items() if _is_parameter(info)}
-        comment = "" if container or child.block is not None else self._placed(parameters)
+        has = self._has(child, path, made)
+        comment = self._placed({n: info for n, info in child.tensors.items() if n in has})
         target = f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}"
         if parent.keyed() or _is_plain(name):
             self._line(f"{target} = {made}", comment)
@@ -124,10 +141,17 @@ class InitPrinter:
         self._frozen(target, child, made)
         if child.block is not None:
             return
-        self._tensors(target, {n: info for n, info in child.tensors.items() if container or n not in parameters})
+        self._tensors(target, {n: info for n, info in child.tensors.items() if n not in has})
         if not self._all_blocks(child):
             for inner, grandchild in child.children.items():
                 self._child(target, child, inner, grandchild, f"{path}.{inner}")
+
+    def _has(self, child: Tree, path: str, made: str) -> Sequence[str]:
+        """The tensors of ``child`` that its constructor ``made`` gives it."""
+        if path in self.constructors:
+            return self.constructors[path].tensors
+        own = child.block is None and made not in ("nn.Module()", "nn.ModuleDict()")
+        return [name for name, info in child.tensors.items() if own and _is_parameter(info)]
 
     def _all_blocks(self, tree: Tree) -> bool:
         return tree.keyed() and all(child.block is not None for child in tree.children.values())
@@ -139,11 +163,11 @@ class InitPrinter:
             return _block_dict(child)
         if child.keyed():
             return "nn.ModuleDict()"
+        if path in self.constructors:
+            return self.constructors[path].text
         parameters = {name: info for name, info in child.tensors.items() if _is_parameter(info)}
         if not parameters or child.children:
             return "nn.Module()"
-        if path in self.constructors:
-            return self.constructors[path]
         dtype, *others = {info.dtype for info in parameters.values()}
         if others or "dtype" in parameters or not all(map(_is_plain, parameters)):
             return "nn.Module()"
@@ -166,7 +190,8 @@ class InitPrinter:
             made = f"torch.empty({_shape(info)}{_dtype_option(info.dtype)})"
             if not _is_parameter(info):
                 persistent = "" if info.persistent else ", persistent=False"
-                self._line(f"{target}.register_buffer({literal(name)}, {made}{persistent})")
+                note = "True: a condition was otherwise, and the step is an error" if name.startswith(OTHERWISE) else ""
+                self._line(f"{target}.register_buffer({literal(name)}, {made}{persistent})", note)
                 continue
             parameter = f"nn.Parameter({made}{'' if info.requires_grad else ', requires_grad=False'})"
             registered = f"{target}.register_parameter({literal(name)}, {parameter})"

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
-from graphpar.codegen.describe import describe_shape, describe_types
+from graphpar.codegen.formatting import WIDTH, commented, describe_shape, describe_types, wrapped
 from graphpar.codegen.layers import Layers
-from graphpar.codegen.layout import WIDTH, commented, wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Helper, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage
 from graphpar.runtime.layout import Shard
-from graphpar.text import numbered_runs, short_names
+from graphpar.text import is_at_or_below, is_below, numbered_runs, short_names
 
 _INDENT = "    "
 _COLUMN = 84  # where comments about types begin
@@ -36,7 +35,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     made = layers.constructors(tree, program.module_classes, prefix)
     init = InitPrinter(tree, made, train=program.mode == "train")
     body = init.print(program.ties_below(instance))
-    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path, layers=layers.calls)
+    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path, layers=layers)
     printed = printer.print()
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
     lines = [
@@ -62,7 +61,7 @@ def stage_class(
     layers = Layers.of(stage.graph, tree, program.module_classes)
     init = InitPrinter(tree, layers.constructors(tree, program.module_classes), train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
-    printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts), layers.calls)
+    printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts), layers)
     printed = printer.print()
     received = {boundary.name for boundary in stage.receives}
     summary = f"{modules}. {_flow(stage.graph, printed)}"
@@ -118,8 +117,8 @@ def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mappin
     """List the groups of a stage's names that are one parameter."""
     groups = []
     for group in program.tied_parameters:
-        held = tuple(n for n in group if n in infos or any(n.startswith(f"{path}.") for path in blocks))
-        inside_one = [path for path in blocks if all(name.startswith(f"{path}.") for name in held)]
+        held = tuple(n for n in group if n in infos or any(is_below(n, path) for path in blocks))
+        inside_one = [path for path in blocks if all(is_below(name, path) for name in held)]
         if len(held) > 1 and not inside_one:
             groups.append(held)
     return groups
@@ -256,5 +255,5 @@ def _module_part(path: str, base: str) -> str:
     """The child of ``base`` that contains ``path``; empty for a path outside of ``base``."""
     if not base:
         return path
-    inside = path == base or path.startswith(f"{base}.")
+    inside = is_at_or_below(path, base)
     return path.removeprefix(base).lstrip(".").split(".")[0] if inside else ""

@@ -1,19 +1,58 @@
-"""Copies of ``graphpar.emitted`` modules without what a package does not use.
+"""Copies of ``graphpar.emitted`` modules in a package, without what it does not use.
 
+a stage calls swiglu, ring_attention ──► gated.py, ring_attention.py, and what these import: collectives.py
 files["collectives.py"], stages that import all_reduce ──► bind, rank, all_reduce and what these use
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
-from graphpar.codegen.layout import WIDTH, wrapped
+import graphpar.emitted
+from graphpar.codegen.formatting import WIDTH, wrapped
+from graphpar.codegen.sources import bound
 
+WHOLE = ("kv_cache", "recomputation", "gathering")
+"""Modules that are copied as they are."""
 ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
 """What the runtime and ``check`` use of a module, by its name."""
+
+
+@cache
+def library() -> Mapping[str, ModuleType]:
+    """Return the modules of :mod:`graphpar.emitted` by name; one that another imports comes after it."""
+    names = sorted(module.name for module in pkgutil.iter_modules(graphpar.emitted.__path__))
+    order = sorted(names, key=lambda name: sum(name in needed_by(other) for other in names))
+    return {name: importlib.import_module(f"graphpar.emitted.{name}") for name in order}
+
+
+@cache
+def needed_by(name: str) -> frozenset[str]:
+    """Return the modules of :mod:`graphpar.emitted` that one of them imports, and those that they import."""
+    text = inspect.getsource(importlib.import_module(f"graphpar.emitted.{name}"))
+    found = set(re.findall(r"^from graphpar\.emitted\.(\w+) import", text, re.MULTILINE))
+    return frozenset(found.union(*map(needed_by, found)))
+
+
+def name_in_library(target: object) -> str | None:
+    """Return which module of :mod:`graphpar.emitted` has ``target``, of a call in a graph; None where none has it."""
+    package, _, name = str(getattr(target, "__module__", None)).rpartition(".")
+    return name if package == graphpar.emitted.__name__ else None
+
+
+def library_files(names: Iterable[str]) -> dict[str, str]:
+    """Return modules of :mod:`graphpar.emitted` as files of a package, with those that they import."""
+    required = {needed for name in names for needed in (name, *needed_by(name))}
+    texts = {name: inspect.getsource(module) for name, module in library().items() if name in required}
+    return {f"{name}.py": text.replace("from graphpar.emitted.", "from .") for name, text in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -26,19 +65,14 @@ class _Part:
     uses: frozenset[str]
 
 
-def without_unused(files: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """Return ``files`` with the modules ``names`` cut down to what the others, and they themselves, use.
-
-    Args:
-        files: texts of a package's files by name.
-        names: modules that hold functions of graphpar's; one that another imports comes after it.
-    """
+def without_unused(files: Mapping[str, str]) -> dict[str, str]:
+    """Return ``files``, texts by name, with the modules of :func:`library` cut down to what the others, and they themselves, use."""
     made = dict(files)
-    for name in names:
+    for name in library():
         file = f"{name}.py"
-        if file in made:
-            wanted = {*ENTRIES.get(name, ()), *(used for text in made.values() for used in _imported(text, name))}
-            made[file] = _cut(made[file], wanted)
+        if file in made and name not in WHOLE:
+            required = {*ENTRIES.get(name, ()), *(used for text in made.values() for used in _imported(text, name))}
+            made[file] = _cut(made[file], required)
     return made
 
 
@@ -53,11 +87,11 @@ def _imported(text: str, module: str) -> Iterator[str]:
             yield node.attr
 
 
-def _cut(text: str, wanted: set[str]) -> str:
+def _cut(text: str, required: set[str]) -> str:
     lines, tree = text.splitlines(), ast.parse(text)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    parts = list(_parts(tree, lines, imports[-1].end_lineno or 0))
-    used, kept = set(wanted), set[int]()
+    parts = list(_statement_texts(tree, lines, imports[-1].end_lineno or 0))
+    used, kept = set(required), set[int]()
     while more := [place for place, part in enumerate(parts) if place not in kept and part.defines & used]:
         kept |= set(more)
         used |= {name for place in more for name in parts[place].uses}
@@ -68,7 +102,7 @@ def _cut(text: str, wanted: set[str]) -> str:
     )
 
 
-def _parts(tree: ast.Module, lines: list[str], begin: int) -> Iterator[_Part]:
+def _statement_texts(tree: ast.Module, lines: list[str], begin: int) -> Iterator[_Part]:
     """The statements after the imports; a text after an assignment is part of it, as blank lines and comments are of what follows."""
     body = [node for node in tree.body if node.lineno > begin]
     for place, node in enumerate(body):
@@ -78,7 +112,7 @@ def _parts(tree: ast.Module, lines: list[str], begin: int) -> Iterator[_Part]:
         end = last.end_lineno or 0
         names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         names |= {found for each in ast.walk(node) if (found := _quoted(each))}
-        yield _Part(begin, end, frozenset(_defined(node)), frozenset(names))
+        yield _Part(begin, end, frozenset(bound(node)), frozenset(names))
         begin = end
     assert not [line for line in lines[begin:] if line.strip()], "a module ends with a statement"
 
@@ -90,15 +124,6 @@ def _quoted(node: ast.AST) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
         else ""
     )
-
-
-def _defined(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Assign):
-        yield from (each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name))
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
 
 
 def _imports(nodes: list[ast.Import | ast.ImportFrom], lines: list[str], used: set[str]) -> Iterator[str]:

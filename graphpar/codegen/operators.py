@@ -25,9 +25,20 @@ import torch
 from torch import fx
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 
-from graphpar.codegen.importing import attribute_of, importable, is_builtin, module_of_kernel, resolved_name
 from graphpar.codegen.printer import RESERVED
-from graphpar.codegen.statements import Statement, called_operators, defines, movable, registers, statements_of
+from graphpar.codegen.sources import (
+    Statement,
+    attribute_of,
+    called_operators,
+    defines,
+    importable,
+    is_builtin,
+    module_of_kernel,
+    movable,
+    registers,
+    resolved_name,
+    statements_of,
+)
 from graphpar.errors import GraphparError
 from graphpar.ir.program import is_of_torch
 from graphpar.operators.functions import OPERATORS, function_name
@@ -121,7 +132,7 @@ class _Copied:
         self.subject = f"The custom autograd.Function {function_name(function)}"
         outer = function.__qualname__.split(".")[0]
         if "<locals>" in function.__qualname__:
-            raise self._refused("is defined inside of a function, so that emitted code can't have it")
+            raise self._refused("is defined inside a function, so emitted code can't include it")
         module = sys.modules.get(function.__module__)
         if module is None or attribute_of(module, function.__qualname__) is not function:
             raise self._refused(f"is not what {function.__module__} has under this name")
@@ -144,7 +155,7 @@ class _Copied:
             self.imports[f"import {module.__name__}  # noqa: F401  registers {name}"] = None
             return
         if defined is not None and "<locals>" in defined._init_fn.__qualname__:
-            raise self._refused("is defined inside of a function, so that emitted code can't have it")
+            raise self._refused("is defined inside a function, so emitted code can't include it")
         self.registered[name] = None
         file = self._file(module)
         own = [n for n, value in vars(module).items() if isinstance(value, CustomOpDef) and value._qualname == name]
@@ -265,7 +276,7 @@ class _Copied:
                 and _literal(node.value) == [value]
             )
             if not plain:  # computed, or changed since: as it is now
-                file.constants[index] = f"{name} = {_shown(value)}"
+                file.constants[index] = f"{name} = {_literal_text(value)}"
 
     # ---- the text ----
 
@@ -308,9 +319,9 @@ def _is_constant(value: Any) -> bool:
     return value is None or type(value) in (int, float, complex, bool, str, bytes, torch.dtype)
 
 
-def _shown(value: Any) -> str:
+def _literal_text(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(_literal_text, value))}{',' if len(value) == 1 else ''})"
     return literal(value) if isinstance(value, float) else repr(value)
 
 

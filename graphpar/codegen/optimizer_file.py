@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
+from graphpar.codegen.sources import bound, text_of
 from graphpar.errors import GraphparError
 
 FACTORIES = ("optimizer", "lr_schedule")
@@ -29,7 +30,7 @@ def optimizer_file(path: Path, reference: str | None = None) -> str | None:
     found = [name for name in FACTORIES if name in defined]
     if not found:
         return None
-    title = f'"""The optimizer of {path.name}: what its {" and ".join(found)} needs of it."""'
+    title = f'"""The optimizer of {path.name}: what its {" and ".join(found)} need{"s" if len(found) == 1 else ""} of it."""'
     first = [text for text in texts if text.startswith("from __future__")]
     return "\n\n".join(dict.fromkeys([title, *first, *texts])) + "\n"
 
@@ -49,7 +50,7 @@ def _needed(path: Path, root: Path, names: Iterable[str], reference: str | None,
     body = ast.parse(source).body
     named: dict[str, list[ast.stmt]] = {}
     for statement in body:
-        for name in _bound(statement):
+        for name in bound(statement):
             named.setdefault(name, []).append(statement)
     kept: set[ast.stmt] = {statement for name in ("annotations", "*") for statement in named.get(name, ())}
     waiting, used = [name for name in names if defined.get(name) != path], set[str]()
@@ -64,37 +65,39 @@ def _needed(path: Path, root: Path, names: Iterable[str], reference: str | None,
                 waiting += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
     for statement in kept:
         imports = isinstance(statement, ast.Import | ast.ImportFrom)
-        for name in () if imports else {*_bound(statement)} & used:
+        for name in () if imports else {*bound(statement)} & used:
             if defined.setdefault(name, path) != path:
                 raise GraphparError(
                     f"The optimizer of the model file needs {name} of {defined[name].name} and another {name} of {path.name}; "
                     "rename one."
                 )
         nested = () if imports else ast.walk(statement)
-        inner = next((each for each in nested if isinstance(each, ast.stmt) and _beside(each, root, reference)), None)
+        inner = next(
+            (each for each in nested if isinstance(each, ast.stmt) and _local_import(each, root, reference)), None
+        )
         if inner is not None:
             raise GraphparError(
-                f"The optimizer of the model file needs {ast.unparse(inner)!r} inside of a function ({path.name}:{inner.lineno}), a file "
-                "beside it, from which what is needed is copied; move the import to the top of the file."
+                f"The optimizer of the model file needs {ast.unparse(inner)!r} inside a function ({path.name}:{inner.lineno}), a file "
+                "next to it, from which its dependencies are copied; move the import to the top of the file."
             )
-    lines = source.splitlines()
+    lines = source.splitlines(keepends=True)
     texts: list[str] = []
     for statement in (each for each in body if each in kept):
-        beside = _beside(statement, root, reference)
+        beside = _local_import(statement, root, reference)
         if beside is None:
             texts.append(_text(statement, lines, reference))
             continue
         if isinstance(statement, ast.Import):
             raise GraphparError(
-                f"The optimizer of the model file needs {ast.unparse(statement)!r} ({path.name}:{statement.lineno}), a file beside it, "
-                f"from which what is needed is copied; write from {statement.names[0].name} import NAME."
+                f"The optimizer of the model file needs {ast.unparse(statement)!r} ({path.name}:{statement.lineno}), a file next to it, "
+                f"from which its dependencies are copied; write from {statement.names[0].name} import NAME."
             )
         assert isinstance(statement, ast.ImportFrom)
         taken = {alias.name: alias.asname or alias.name for alias in statement.names}
         own = {each for each, made in named.items() if made[0].lineno > statement.lineno and not _reads(made[0], each)}
-        wanted = used - own if "*" in taken else {name for name, bound in taken.items() if bound in used}
+        required = used - own if "*" in taken else {name for name, bound in taken.items() if bound in used}
         name = _absolute(statement, reference)
-        texts += _needed(beside, root, sorted(wanted), name, defined)
+        texts += _needed(beside, root, sorted(required), name, defined)
         texts += [f"{bound} = {name}" for name, bound in taken.items() if bound in used and bound != name]
     return texts
 
@@ -105,27 +108,13 @@ def _absolute(statement: ast.ImportFrom, reference: str | None) -> str:
     return importlib.util.resolve_name(name, (reference or "").rpartition(".")[0]) if statement.level else name
 
 
-def _beside(statement: ast.AST, root: Path, reference: str | None) -> Path | None:
+def _local_import(statement: ast.AST, root: Path, reference: str | None) -> Path | None:
     """The file in the folder of the model file that is imported, which no program finds later."""
     if not isinstance(statement, ast.Import | ast.ImportFrom):
         return None
     name = _absolute(statement, reference) if isinstance(statement, ast.ImportFrom) else statement.names[0].name
     place = root.joinpath(*name.split("."))
     return next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()), None)
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a module gives a value to."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
 
 
 def _reads(statement: ast.stmt, name: str) -> bool:
@@ -137,5 +126,4 @@ def _reads(statement: ast.stmt, name: str) -> bool:
 def _text(statement: ast.stmt, lines: list[str], reference: str | None) -> str:
     if isinstance(statement, ast.ImportFrom) and statement.level and reference is not None:
         return ast.unparse(ast.ImportFrom(_absolute(statement, reference), statement.names, 0))
-    first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
-    return "\n".join(lines[first - 1 : statement.end_lineno])
+    return text_of(statement, lines)

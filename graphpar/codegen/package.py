@@ -7,13 +7,11 @@ The text depends on the program and the plan alone, byte for byte.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,30 +25,21 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.dead_code import without_unused
-from graphpar.codegen.describe import shapes_of
-from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
-from graphpar.codegen.generate_script import EXAMPLE, generate_script
-from graphpar.codegen.launch_files import launch_files
-from graphpar.codegen.layout import WIDTH, wrapped
+from graphpar.codegen.dead_code import library_files, name_in_library, without_unused
+from graphpar.codegen.formatting import WIDTH, shapes_of, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import FUNCTIONS, OF_FILES
-from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
-from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
+from graphpar.codegen.scripts import launch_files, script
 from graphpar.codegen.token_inputs import classes, vocabularies
-from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import (
-    collectives,
-    gated,
-    gathering,
-    kv_cache,
-    layers,
-    parallel_products,
-    random_streams,
-    recomputation,
-    ring_attention,
-    ring_products,
-    rotary,
+from graphpar.codegen.units import (
+    GATHERING,
+    RECOMPUTING,
+    gathered_in_turn,
+    optimizer_units_function,
+    recomputation_function,
+    recomputed_in,
+    units_function,
+    units_of,
 )
 from graphpar.errors import GraphparError
 from graphpar.ir.owners import owners
@@ -60,23 +49,20 @@ from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import blocks_without_backward
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
-from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.modes import GENERATE, SCRIPTS
-from graphpar.runtime.plan_record import NAMES, packed_record
-from graphpar.runtime.stages import emitted_package, stage_module
-from graphpar.text import compressed, json_text, plural
-
-_LIBRARIES = (
-    "layers",
-    "gated",
-    "rotary",
-    "ring_attention",
-    "ring_products",
-    "parallel_products",
-    "random_streams",
-    "collectives",
+from graphpar.runtime.manifest import (
+    Counts,
+    InputInterface,
+    Interface,
+    OutputInterface,
+    StageInterface,
+    TensorInterface,
+    load_manifest,
+    packed_record,
 )
-"""Modules of :mod:`graphpar.emitted` of which a package has what it uses; one that another imports comes after it."""
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
+from graphpar.runtime.records import NAMES, written
+from graphpar.runtime.stages.modules import emitted_package, stage_module
+from graphpar.text import compressed, is_below, json_text, plural
 
 _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
     """A module that holds parameters of these shapes."""
@@ -135,22 +121,12 @@ def _package(
         files[f"stage_{stage.index}.py"] = _stage_file(
             program, plan, stage, modules, infos, calls, exported, operators, recomputed_in([stage], recomputed)
         )
-    if program.random_calls:
-        files["random_streams.py"] = inspect.getsource(random_streams)
-    if plan.sharding.all_degrees:
-        files["collectives.py"] = inspect.getsource(collectives)
-    if any("from . import layers\n" in text for text in files.values()):
-        files["layers.py"] = inspect.getsource(layers)
-    called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
-    for module in (gated, kv_cache, parallel_products, ring_attention, ring_products, rotary):
-        if module.__name__ in called:
-            files[f"{module.__name__.rpartition('.')[2]}.py"] = _of_package(module)
-    kinds = {how.kind for how in recomputed.values()}
-    if kinds - {GATHERS}:
-        files["recomputation.py"] = inspect.getsource(recomputation)
-    if GATHERS in kinds:
-        files["gathering.py"] = _of_package(gathering)
-    files = without_unused(files, _LIBRARIES)
+    used = {name_in_library(node.target) for graph in _graphs(program, stages) for node in graph.nodes}
+    used |= {"random_streams"} if program.random_calls else set()
+    used |= {"collectives"} if plan.sharding.all_degrees else set()
+    used |= {"layers"} if any("from . import layers\n" in text for text in files.values()) else set()
+    used |= {"gathering" if how.kind == GATHERS else "recomputation" for how in recomputed.values()}
+    files = without_unused(files | library_files(name for name in used if name is not None))
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
@@ -158,20 +134,12 @@ def _package(
     files["plan.json"] = json_text(packed_record(record)) + "\n"
     if optimizer is not None and program.mode == "train":
         files["optimizer.py"] = optimizer
-    generates = program.mode == GENERATE
-    files[SCRIPTS[program.mode]] = (generate_script if generates else train_script)(program, plan, shown)
+    files[SCRIPTS[program.mode]] = script(program, plan, shown)
     if plan.mesh.size > 1:
-        files |= launch_files(program.name, plan, EXAMPLE if generates else EXAMPLES[plan.mode])
-    wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
-    wanted |= {
-        name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
-    }
-    return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
-
-
-def _of_package(module: ModuleType) -> str:
-    """The text of a module of ``graphpar.emitted`` that imports another, as a file of the package."""
-    return inspect.getsource(module).replace("from graphpar.emitted.", "from .")
+        files |= launch_files(program.name, plan)
+    required = {name for infos in tensors for name, info in infos.items() if not info.persistent}
+    required |= {name for paths in instances for path in paths for name in program.constants if is_below(name, path)}
+    return Package(files, {name: value for name, value in program.constants.items() if name in required})
 
 
 def stage_contents(
@@ -186,14 +154,14 @@ def stage_contents(
     for stage in stages:
         used = [str(node.target) for node in stage.graph.nodes if node.op == "get_attr"]
         calls = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
-        used = [name for name in used if not any(name.startswith(f"{path}.") for path in calls)]
+        used = [name for name in used if not any(is_below(name, path) for path in calls)]
         tensors.append({name: program.tensor_info(name) for name in used})
         instances.append(calls)
     held = {name for infos in tensors for name in infos}
     paths = [path for calls in instances for path in calls]
     persistent = [name for name, info in program.buffers.items() if info.persistent]
     for name in [*program.parameters, *persistent]:
-        if name not in held and not any(name.startswith(f"{path}.") for path in paths):
+        if name not in held and not any(is_below(name, path) for path in paths):
             tensors[_home(program, name, tensors, instances)][name] = program.tensor_info(name)
     return tensors, instances
 
@@ -204,7 +172,7 @@ def _home(
     """The stage of a tensor that no operator uses: that of its tie, or that of the nearest module."""
     tied = set(program.tie_of(name)) - {name}
     for index, infos in enumerate(tensors):
-        if tied & set(infos) or any(other.startswith(f"{path}.") for other in tied for path in instances[index]):
+        if tied & set(infos) or any(is_below(other, path) for other in tied for path in instances[index]):
             return index
     parts = name.split(".")
 
@@ -273,11 +241,11 @@ def _stage_file(
     if last and program.counts is not None:
         parts.insert(0, counts_function(program))
     if plan.zero:
-        tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
+        tree, units = stage_tree(program, infos, calls), units_of(program, stage)
         parts.append(
             optimizer_units_function(tree, units, plan.mesh.state_text)
             if plan.zero == 1
-            else units_function(tree, units, plan, order_of(stage, units), blocks_without_backward(program))
+            else units_function(tree, units, plan, gathered_in_turn(program, stage), blocks_without_backward(program))
         )
     if recomputed:
         parts.append(recomputation_function(stage_tree(program, infos, calls), recomputed))
@@ -348,55 +316,51 @@ def interface(
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    trains = program.mode == "train"
     other_names = {name for group in program.ties for name in group[1:]}
-    return {
-        "inputs": [_input(entry, plan, tables.get(entry.name), labels.get(entry.name)) for entry in program.inputs],
-        "counts": {"names": list(program.count_names), "inputs": counts_inputs},
-        "stages": [
-            {
-                "class": f"Stage{stage.index}",
-                "file": f"stage_{stage.index}.py",
-                "inputs": list(stage.inputs),
-                "counts": list(stage.counts),
-                "receives": [_boundary(boundary, plan) for boundary in stage.receives],
-                "sends": [_boundary(boundary, plan) for boundary in stage.sends],
-                **({"recomputes": True} if recomputed_in([stage], recomputed) else {}),
-            }
+    described = Interface(
+        inputs=tuple(_input(entry, plan, tables.get(entry.name), labels.get(entry.name)) for entry in program.inputs),
+        counts=Counts(program.count_names, tuple(counts_inputs)),
+        stages=tuple(
+            StageInterface(
+                class_name=f"Stage{stage.index}",
+                file=f"stage_{stage.index}.py",
+                inputs=tuple(stage.inputs),
+                counts=tuple(stage.counts),
+                receives=tuple(_boundary(boundary, plan) for boundary in stage.receives),
+                sends=tuple(_boundary(boundary, plan) for boundary in stage.sends),
+                recomputes=bool(recomputed_in([stage], recomputed)),
+            )
             for stage in stages
-        ],
-        "outputs": _outputs(program, plan),
-        **({"steady": list(program.steady)} if program.steady else {}),
-        "shapes": {
-            name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
-        },
-        "gather_dtype": _gathered_in(program) if plan.zero > 1 else None,
-        **(_casts(program) if plan.zero < 2 and program.mode == "train" else {}),
-        **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
-        "ties": [list(group) for group in program.ties],
-        **({"streams": [list(layout) for layout in program.stream_layouts]} if program.stream_layouts else {}),
-        **({"plain": dict(program.plain)} if program.plain else {}),
-        **({"no_eval": program.no_eval} if program.no_eval else {}),
-        **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
-        **({"pretrained": dict(program.pretrained)} if program.pretrained else {}),
-        **({"adapters": [asdict(adapter) for adapter in program.adapters]} if program.adapters else {}),
-        **(_whole(program, plan) if program.mode == "train" else {}),
-        **(
-            {"parameters": [name for name in program.parameters if name not in other_names]}
-            if program.mode == "train"
-            else {}
         ),
-    }
+        outputs=tuple(_outputs(program, plan)),
+        steady=tuple(program.steady),
+        branches={name: f"{branch} is not {branch.taken}" for name, branch in program.branches.items()},
+        shapes={
+            name: tuple(info.whole)
+            for name, info in program.parameters.items()
+            if info.whole is not None and info.whole != info.shape
+        },
+        gather_dtype=_known(gather_dtype(program)) if plan.zero > 1 else None,
+        casts={name: dtype for name, dtype in cast_parameters(program).items() if dtype in NAMES}
+        if plan.zero < 2 and trains
+        else {},
+        owners=owners_of(program, plan, stages) if plan.zero == 1 else {},
+        ties=tuple(tuple(group) for group in program.ties),
+        streams=tuple(tuple(layout) for layout in program.stream_layouts),
+        plain=program.plain,
+        no_eval=program.no_eval,
+        generation=program.generation if program.mode == GENERATE else {},
+        pretrained=program.pretrained,
+        adapters=program.adapters,
+        parameters=tuple(name for name in program.parameters if name not in other_names) if trains else (),
+        **(_whole(program, plan) if trains else {}),
+    )
+    return written(described)
 
 
-def _casts(program: Program) -> dict[str, dict[str, str]]:
-    """Say which parameters are cast once a step."""
-    casts = {name: NAMES[dtype] for name, dtype in cast_parameters(program).items() if dtype in NAMES}
-    return {"casts": casts} if casts else {}
-
-
-def _gathered_in(program: Program) -> str | None:
-    dtype = gather_dtype(program)
-    return None if dtype is None else NAMES.get(dtype)
+def _known(dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype if dtype in NAMES else None
 
 
 SEVERAL = 8
@@ -416,7 +380,7 @@ def _whole(program: Program, plan: Plan) -> dict[str, str]:
     first, *others = program.couplings
     more = f", and so do {plural(len(others), 'other operator')}" if others else ""
     return {
-        "coupled": f"{first}{more}; compile with --allow-batch-coupling to accept that each batch is computed by itself"
+        "coupled": f"{first}{more}; compile with --allow-batch-coupling to accept that each batch is computed separately"
     }
 
 
@@ -435,40 +399,37 @@ def held_by_ranks(program: Program, plan: Plan, stages: Sequence[Stage]) -> list
     return held
 
 
-def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
-    return {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), **more}
-
-
-def _input(entry: Input, plan: Plan, rows: int | None, labels: tuple[int, int] | None) -> dict[str, Any]:
+def _input(entry: Input, plan: Plan, rows: int | None, labels: tuple[int, int] | None) -> InputInterface:
     """Describe an input; ``rows`` are those of the table in which it looks up, ``labels`` the classes of a loss, and the ignored one."""
-    below, dim, shape = {} if rows is None else {"below": rows}, entry.batch_dim, entry.shape_at(plan.global_batch)
-    below |= {} if labels is None else dict(zip(("classes", "ignored"), labels))
+    dim, shape = entry.batch_dim, entry.shape_at(plan.global_batch)
     if plan.mode == GENERATE:  # sequences, of as many positions as the cache has
         dim, shape = 0, (entry.shape[0] * plan.mesh.replicas, *entry.shape[1:])
-    return _described(entry.name, shape, entry.dtype, batch_dim=dim, role=entry.role, **below)
+    classes, ignored = labels or (None, None)
+    return InputInterface(
+        name=entry.name, shape=tuple(shape), dtype=entry.dtype, batch_dim=dim, role=entry.role, below=rows, classes=classes,
+        ignored=ignored,
+    )  # fmt: skip
 
 
-def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
+def _boundary(boundary: Boundary, plan: Plan) -> TensorInterface:
     node = boundary.node
-    return _described(
-        boundary.name,
-        concrete_shape(node, plan.microbatch_size),
-        value_of(node).dtype,
+    return TensorInterface(
+        name=boundary.name,
+        shape=tuple(concrete_shape(node, plan.microbatch_size)),
+        dtype=value_of(node).dtype,
         requires_grad=boundary.requires_grad,
-        **({"per_position": [each or 0 for each in batch_coefficients(node)]} if plan.mode == GENERATE else {}),
-        types={axis: str(kind) for axis, kind in node.meta.get("types", {}).items()},
+        types=node.meta.get("types", {}),
+        per_position=tuple(each or 0 for each in batch_coefficients(node)) if plan.mode == GENERATE else (),
     )
 
 
-def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
+def _outputs(program: Program, plan: Plan) -> Iterator[OutputInterface]:
     nodes: Any = program.graph.output_node().args[0]
-    entries = []
     for output, node in zip(program.outputs, nodes):
         whole = program.mode == GENERATE
         shape, dtype = concrete_shape(node, program.batch if whole else plan.microbatch_size), value_of(node).dtype
         batch_dim = None if program.mode == "train" else 0 if whole else output.batch_dim
-        entries.append(_described(output.name, shape, dtype, batch_dim=batch_dim))
-    return entries
+        yield OutputInterface(name=output.name, shape=tuple(shape), dtype=dtype, batch_dim=batch_dim)
 
 
 def import_stage(folder: Path, index: int) -> nn.Module:

@@ -14,23 +14,24 @@ import itertools
 import keyword
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphpar.codegen.describe import describe_shape, note_of, shapes_of
-from graphpar.codegen.layers import given
+from graphpar.codegen.dead_code import library, name_in_library, needed_by
+from graphpar.codegen.formatting import describe_shape, note_of, shapes_of
+from graphpar.codegen.layers import Layers, given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, gated, kv_cache, parallel_products, ring_attention, ring_products, rotary
+from graphpar.emitted import collectives, kv_cache, random_streams
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.naming import created_by, short_name, user_name
 from graphpar.operators.parameter_casts import casts_parameter
 from graphpar.operators.spelling import Expression, literal
-from graphpar.operators.table import record_of
+from graphpar.operators.table import COMPOSITES, TABLE, record_of
 
 _INLINE = 88
 
@@ -42,11 +43,9 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 
 
 # Functions of the emitted package, which no variable may hide.
-FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
-OF_FILES = {
-    module.__name__.rpartition(".")[2]: functions_of(module)
-    for module in (collectives, gated, kv_cache, parallel_products, ring_attention, ring_products, rotary)
-}
+FUNCTIONS = tuple(name for name in functions_of(random_streams) if name in TABLE)
+_CALLED = {collectives.__name__, kv_cache.__name__, *(each.function.__module__ for each in COMPOSITES.values())}
+OF_FILES = {name: functions_of(module) for name, module in sorted(library().items()) if module.__name__ in _CALLED}
 """Those of files that stand in the emitted folder as they stand here, by their file."""
 _OF_FILES = tuple(name for names in OF_FILES.values() for name in names)
 # Names that mean something in every emitted file.
@@ -81,8 +80,8 @@ class Printed:
 
 
 def _is_sharded(node: fx.Node) -> bool:
-    emitted = [module.__name__ for module in (collectives, parallel_products, ring_attention, ring_products)]
-    return "sharded" in node.kwargs or getattr(node.target, "__module__", None) in emitted
+    name = name_in_library(node.target)
+    return "sharded" in node.kwargs or (name is not None and "collectives" in {name, *needed_by(name)})
 
 
 def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
@@ -104,7 +103,7 @@ class GraphPrinter:
         call: spells a block of this ``call_module`` node.
         base: the path of the module that the graph is of.
         keywords: placeholders that are passed by name, so that their names can't be changed.
-        layers: the operators that are calls of modules, and the modules' paths.
+        layers: the operators that are calls of modules.
     """
 
     def __init__(
@@ -116,10 +115,10 @@ class GraphPrinter:
         base: str = "",
         reserved: Iterable[str] = (),
         keywords: Iterable[str] = (),
-        layers: Mapping[fx.Node, str] = MappingProxyType({}),
+        layers: Layers | None = None,
     ) -> None:
         self.graph = graph
-        self.layers = layers
+        self.layers: Mapping[fx.Node, str] = {} if layers is None else layers.calls
         self.attribute = attribute
         self.call = call
         self.base = base
@@ -137,7 +136,7 @@ class GraphPrinter:
         self.output = graph.output_node()
         self.inlined: set[fx.Node] = set()
         self.names: dict[fx.Node, str] = {}
-        self.skipped: set[fx.Node] = set()  # printed as part of another statement
+        self.skipped = set() if layers is None else set(layers.counts)  # printed as part of another statement
         self._lengths: dict[fx.Node, int] = {}
         self._last: dict[Any, fx.Node] = {}  # by user's line: its last operator in a module of torch
         for node in self.nodes:
@@ -199,8 +198,7 @@ class GraphPrinter:
         if node not in self._lengths:
             total = len(operator_name(node)) + 4
             if node in self.layers:
-                operand = given(node)
-                inner = self._length(operand) if operand in self.inlined else 10
+                inner = sum(self._length(operand) if operand in self.inlined else 10 for operand in given(node))
                 self._lengths[node] = len(self.layers[node]) + 7 + inner
                 return self._lengths[node]
             for argument in node.all_input_nodes:
@@ -237,9 +235,9 @@ class GraphPrinter:
             free -= {self.names[held] for held in self.held(node) if held in self.names}
             taken = {name: holder for name, holder in live.items() if name not in free}
             for target in self._targets(node):
-                wanted = self._wanted(target)
-                name = next((w for w in wanted if w not in taken and w not in self.reserved), None)
-                name = name or self._fresh(wanted[0], taken, self.reserved)
+                preferred = self._preferred_names(target)
+                name = next((w for w in preferred if w not in taken and w not in self.reserved), None)
+                name = name or self._fresh(preferred[0], taken, self.reserved)
                 self.names[target] = name
                 taken[name] = live[name] = target
 
@@ -287,7 +285,7 @@ class GraphPrinter:
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """List the values that ``node``'s statement reads."""
-        return [_written(argument) for argument in node.all_input_nodes]
+        return [_written_value(argument) for argument in node.all_input_nodes]
 
     def held(self, node: fx.Node) -> list[fx.Node]:
         """List the operands that the statement's result must not overwrite (a loop reads them again)."""
@@ -302,7 +300,7 @@ class GraphPrinter:
             number += 1
         return f"{name}_{number}"
 
-    def _wanted(self, node: fx.Node) -> list[str]:
+    def _preferred_names(self, node: fx.Node) -> list[str]:
         """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
         if isinstance(value_of(node), int | torch.SymInt):
             return ["batch" if operator_name(node) == "sym_size" else "rows"]
@@ -358,7 +356,7 @@ class GraphPrinter:
     def expression(self, item: Any) -> Expression:
         """Spell an argument: a value, a literal, or a list or tuple of them."""
         if isinstance(item, fx.Node):
-            item = _written(item)
+            item = _written_value(item)
             if item.op == "get_attr":
                 return Expression(self.attribute(str(item.target)))
             if item in self.inlined:
@@ -379,7 +377,8 @@ class GraphPrinter:
             arguments = ", ".join(self.expression(argument).text for argument in node.args)
             return Expression(f"{self.call(node)}({arguments})")
         if node in self.layers:
-            return Expression(f"{self.attribute(self.layers[node])}({self.expression(given(node)).text})")
+            arguments = ", ".join(self.expression(operand).text for operand in given(node))
+            return Expression(f"{self.attribute(self.layers[node])}({arguments})")
         return spell(node, self.expression, self.anchor())
 
     def anchor(self) -> str:
@@ -415,7 +414,9 @@ class GraphPrinter:
         if _writes(node):
             text = f"if self.training:\n    {spelled}" if self._written_in_training(node) else spelled
         elif parts is not None:
-            text = f"{', '.join(self.names[part] for part in parts)} = {spelled}"
+            names = ", ".join(self.names[part] for part in parts)
+            alone = len(parts) == 1 and isinstance(node.target, torch._ops.OpOverload)  # a list of one
+            text = f"({names},) = {spelled}" if alone else f"{names} = {spelled}"
         else:
             text = f"{self.names[node]} = {spelled}"
         if isinstance(value_of(node), int | torch.SymInt):
@@ -457,7 +458,7 @@ def _buffer_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _written(node: fx.Node) -> fx.Node:
+def _written_value(node: fx.Node) -> fx.Node:
     """The value that ``node`` writes in place, which is its result; ``node`` itself if it writes nothing."""
     while _writes(node):
         assert isinstance(node.args[0], fx.Node)
@@ -469,7 +470,8 @@ def _parameters_of(node: fx.Node) -> list[str]:
     """What the functions of gates that take ``node`` call it: ``gate`` or ``up`` of ``swiglu(gate, up)``."""
     found = []
     for user in node.users:
-        if getattr(user.target, "__module__", None) == gated.__name__:
+        composite = COMPOSITES.get(operator_name(user))
+        if composite is not None and composite.fuses:
             names = inspect.signature(user.target).parameters  # type: ignore[arg-type]
             found += [name for name, argument in zip(names, user.args) if argument is node]
     return found

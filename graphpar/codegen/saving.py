@@ -65,7 +65,7 @@ def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
     here = Path.cwd().resolve()
     if target == here or target in here.parents:
         raise GraphparError(
-            f"{shown} is the folder that this runs in, and a program's folder is replaced as a whole; name one in it."
+            f"{shown} is the folder that this runs in, and a program's folder is replaced as a unit; name one in it."
         )
     _check_writable(target, shown)
     if not target.exists() or not any(target.iterdir()):
@@ -76,10 +76,10 @@ def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
     if found and not force:
         why = f"{shown} holds files that would be lost: {found}."
         if not found.recorded:
-            why = f"{shown} has no {RECORD}, so which of its files were changed can't be told: {listed(found.added, _NAMED)}."
+            why = f"{shown} has no {RECORD}, so changed files can't be detected: {listed(found.added, _NAMED)}."
         raise GraphparError(
-            f"{why} Choose another folder, or keep them with --force (in Python force=True): a file that is written anew is kept as "
-            "NAME.orig, others stay as they are."
+            f"{why} Choose another folder, or keep them with --force (in Python force=True): a rewritten file is kept as NAME.orig, "
+            "others are not changed."
         )
     return found
 
@@ -87,12 +87,12 @@ def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
 def _check_writable(target: Path, shown: Path) -> None:
     """Make a folder beside the program's and remove it: permissions alone don't tell whether that works."""
     parent = next(folder for folder in target.parents if folder.exists())
-    with _written(shown):
+    with _write_errors(shown):
         os.rmdir(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
 
 
 @contextlib.contextmanager
-def _written(shown: Path) -> Iterator[None]:
+def _write_errors(shown: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -107,7 +107,7 @@ def save_package(folder: str | Path, write: Callable[[Path], None], force: bool 
     """
     check_target(folder, force)
     target = Path(os.path.realpath(folder))
-    with _written(Path(folder)):
+    with _write_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         moved: list[tuple[Path, Path]] = []  # undone in reverse where something fails

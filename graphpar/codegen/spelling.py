@@ -99,7 +99,9 @@ def _by_rule(node: fx.Node, shown: Printed, anchor: str) -> Expression:
         return call(f"torch.ops.{target.namespace}.{name}", texts, options)
     if _is_factory(node):
         options["device"] = f"{anchor}.device"
-        return call("torch.tensor" if name == "scalar_tensor" else f"torch.{name}", texts, options)
+        if name == "scalar_tensor":  # torch.tensor copies the number from the host, which waits for a GPU
+            return call("torch.full", ["()", *texts], options)
+        return call(f"torch.{name}", texts, options)
     for function, path in _functions(name):
         fitting = _fitting(function, node, shown)
         if fitting is not None:

@@ -6,13 +6,14 @@ hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from graphpar.codegen.attributes import Tree, reference
+from graphpar.codegen.layers import Layers
 from graphpar.codegen.printer import GraphPrinter, Statement
 from graphpar.emitted import random_streams
 
@@ -46,7 +47,7 @@ class Run:
 class StagePrinter(GraphPrinter):
     """Prints a root graph whose attributes are in ``tree``."""
 
-    def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str], layers: Mapping[fx.Node, str]) -> None:
+    def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str], layers: Layers) -> None:
         super().__init__(
             graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)), keywords=keywords,
             layers=layers,
@@ -72,13 +73,13 @@ class StagePrinter(GraphPrinter):
         run = self.runs.get(node)
         return [] if run is None else [value for place, value in run.operands.items() if place != run.carried]
 
-    def _wanted(self, node: fx.Node) -> list[str]:
-        wanted = super()._wanted(node)
+    def _preferred_names(self, node: fx.Node) -> list[str]:
+        preferred = super()._preferred_names(node)
         for last, run in self.runs.items():
             start = run.calls[0].args[run.carried]
             if start is node and all(user in run.calls for user in node.users):
-                return [*super()._wanted(last), *wanted]
-        return wanted
+                return [*super()._preferred_names(last), *preferred]
+        return preferred
 
     def statement(self, node: fx.Node) -> Statement:
         """Write the statement of ``node``, or the loop that ends with it."""
@@ -107,7 +108,8 @@ class StagePrinter(GraphPrinter):
         return Statement(node, "\n".join(lines), f"{run.path}-{last}", "")
 
     def _loop(self, run: Run, name: str) -> tuple[str, str]:
-        container = self._container(run.parent)
+        container = self.tree.at(run.parent)
+        assert container is not None
         whole = list(container.children) == [str(call.target).rpartition(".")[2] for call in run.calls]
         text = reference(self.tree, run.parent) if run.parent else "self"
         numbers = f"range({run.first}, {run.first + len(run.calls)})" if run.first else f"range({len(run.calls)})"
@@ -120,12 +122,6 @@ class StagePrinter(GraphPrinter):
         if whole:
             return f"for {name} in {text}.values():", name
         return f"for i in {numbers}:", f"{text}[str(i)]"
-
-    def _container(self, path: str) -> Tree:
-        tree = self.tree
-        for part in path.split("."):
-            tree = tree.children[part] if part else tree
-        return tree
 
 
 def loop_variable(path: str) -> str:

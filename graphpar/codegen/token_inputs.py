@@ -12,7 +12,7 @@ from graphpar.ir.program import Input, Program, run_plain, value_of
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.runtime.data import IGNORED
+from graphpar.runtime.training.data import IGNORED
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,17 @@ from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of,
 from graphpar.emitted import collectives, kv_cache
 from graphpar.emitted.gathering import gathered_again
 from graphpar.emitted.recomputation import checkpointed
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
-from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
-from graphpar.runtime.cast_once import Cast
-from graphpar.runtime.generation import widest
-from graphpar.runtime.modes import GENERATE
-from graphpar.runtime.sampling import Sampling
-from graphpar.runtime.stages import sendable
+from graphpar.runtime.generation.generator import widest
+from graphpar.runtime.generation.prompts import Sampling
+from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.stages.cast_once import Cast
+from graphpar.runtime.stages.modules import sendable
 
 if TYPE_CHECKING:
     from graphpar.ir.stage import Stage
@@ -62,7 +61,7 @@ class Reach:
     """The memory of one microbatch of a unit, in bytes.
 
     Attributes:
-        inside: kept from forward to backward, except for the following.
+        inside: not freed between forward and backward, except for the following.
         shared: kept of values that every stage recomputes; a stage has them once, however many of its units need them.
         given: kept of what it receives; where the sender is in the same stage and ``held``, that keeps it already.
         received: all that it receives.
@@ -94,7 +93,7 @@ class Activations:
             runs, so without this a program with sharded experts is refused.
         recomputed: how blocks are recomputed, by path.
         casts: the dtypes of the copies of parameters that all microbatches share, by name; by default those of
-            :mod:`graphpar.runtime.cast_once`.
+            :mod:`graphpar.runtime.stages.cast_once`.
 
     Raises:
         GraphparError: the device is of another kind.
@@ -269,7 +268,7 @@ def _outputs(stage: Stage, result: Any, given: Sequence[Tensor]) -> list[Tensor]
 
 
 def _draw(logits: Tensor) -> None:
-    """Choose tokens as :mod:`graphpar.runtime.generation` does at most: logits [b, n, vocabulary]."""
+    """Choose tokens as :mod:`graphpar.runtime.generation.generator` does at most: logits [b, n, vocabulary]."""
     rows = logits.size(0)
     every = Sampling(do_sample=True, top_k=1, top_p=0.5, repetition_penalty=2.0)
     every.tokens(logits[:, -1], [[0]] * rows, list(range(rows)))

@@ -16,14 +16,14 @@ from graphpar.cost_models.work import Collective, Phase, Row, Size, Traffic, Wor
 
 def halved(units: Sequence[Unit]) -> list[Unit]:
     """Return units for estimating seconds only: their memory is still that of fp32."""
-    kinds = {id(unit.kind): _kind(unit.kind, sum(held.elements for held in unit.held)) for unit in units}
+    kinds = {id(unit.kind): _bf16_unit(unit.kind, sum(held.elements for held in unit.held)) for unit in units}
     return [
         replace(unit, kind=kinds[id(unit.kind)], held=tuple(replace(held, copied=2) for held in unit.held))
         for unit in units
     ]
 
 
-def _kind(kind: UnitClass, parameters: int) -> UnitClass:
+def _bf16_unit(kind: UnitClass, parameters: int) -> UnitClass:
     casts = Work({Traffic(Phase.WEIGHT, Size(6.0 * parameters)): 1})  # of gradients: 2 bytes of an element, and 4
     sends = tuple((0.5 * size, gradient) for size, gradient in kind.sends)
     return UnitClass(

@@ -27,7 +27,7 @@ from graphpar.cost_models.measure import Request, Row
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named, usable
-from graphpar.runtime.launch import torchrun
+from graphpar.runtime.launching.launch import torchrun
 
 TIMEOUT_S = 1800.0
 MOST_PROCESSES = 64
@@ -96,7 +96,7 @@ def calibrate(
     Args:
         kind: ``cpu`` or ``cuda``.
         processes: ranks that exchange data; by default as many as there are GPUs, or cores for their threads.
-        quick: few, small shapes: seconds instead of a minute, and rough.
+        quick: few, small shapes: seconds instead of a minute, less accurate.
         patience_s: seconds to wait, in all, while others use the machine.
 
     Raises:
@@ -139,7 +139,7 @@ def profile_of(
 def machine(kind: str) -> dict[str, Any]:
     """Describe this machine: its name, cores, threads a rank, and torch's version."""
     return {
-        "name": _name(kind),
+        "name": _processor_name(kind),
         "cores": len(os.sched_getaffinity(0)),
         "threads": _threads() if kind == "cpu" else None,
         "torch": torch.__version__,
@@ -164,7 +164,7 @@ def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], f
 
 
 def _threads() -> int:
-    """Return the threads of a rank, as :func:`graphpar.runtime.launch.torchrun` starts it."""
+    """Return the threads of a rank, as :func:`graphpar.runtime.launching.launch.torchrun` starts it."""
     given = os.environ.get("OMP_NUM_THREADS", "1")
     return int(given) if given.isdecimal() and int(given) > 0 else 1
 
@@ -180,7 +180,7 @@ def _places(kind: str) -> int:
     return torch.cuda.device_count()
 
 
-def _name(kind: str) -> str:
+def _processor_name(kind: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -205,11 +205,11 @@ def _blank(kind: str, processes: int, places: int) -> Device:
     usual = DEVICES["CPU"]
     if kind == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
-        return replace(usual, name=f"CPU {_name(kind)}", memory_bytes=memory, cores=places, sources={})
+        return replace(usual, name=f"CPU {_processor_name(kind)}", memory_bytes=memory, cores=places, sources={})
     properties = torch.cuda.get_device_properties(0)
     return replace(
         usual,
-        name=_name(kind),
+        name=_processor_name(kind),
         kind="cuda",
         memory_bytes=usable(properties.total_memory, 1),
         intra_node=_UNKNOWN_LINK,

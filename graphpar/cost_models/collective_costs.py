@@ -18,16 +18,10 @@ from graphpar.cost_models.work import Collective, Phase
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program, operator_name
+from graphpar.operators.table import COMPOSITES
 from graphpar.operators.transitions import FUNCTIONS, Transition, collective_cost
 from graphpar.runtime.mesh import Mesh
 from graphpar.text import plural
-
-SENDING = {
-    "vocab_cross_entropy": ("vocabulary-parallel loss", "S(1)", "I"),
-    "ring_attention": ("ring attention", "S(2)", "S(2)"),
-    "sync_batch_norm": ("statistics of BatchNorm", "S(0)", "S(0)"),
-}
-"""Operators with collectives inside: what these are called, and the types before and after. Others all-reduce a count."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +56,11 @@ class SentPrices:
             return None
         ways = [Counter(row.kind for row in rows if (row.phase is Phase.FORWARD) == way) for way in (True, False)]
         forward, backward = (", ".join(plural(count, kind) for kind, count in way.items()) for way in ways)
-        _, *types = SENDING.get(operator_name(node), ("", "P", "R"))
+        composite = COMPOSITES.get(operator_name(node))
+        declared = composite.types if composite is not None else None
+        ends = ("P", "R") if declared is None else (str(next(iter(declared.operands.values()))), str(declared.result))
         words = forward, backward or ("nothing" if self.works.train else "")
-        return self._priced(rows, rows[0].axis, (types[0], types[1]), words)
+        return self._priced(rows, rows[0].axis, ends, words)
 
     def _transition(self, node: fx.Node, scope: str) -> Sent:
         row = FUNCTIONS[operator_name(node)]

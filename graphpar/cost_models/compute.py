@@ -87,7 +87,7 @@ class Compute:
         tables = self._tables[id(work)][1]
         products = self._products(tables, batch) * tables.product_times
         attention = self._attention(tables, batch) * tables.attention_times
-        traffic = self.traffic_s(_at(tables.traffic, batch), tables.traffic_functions) * tables.traffic_times
+        traffic = self.traffic_s(_elements(tables.traffic, batch), tables.traffic_functions) * tables.traffic_times
         sums = [
             np.bincount(phases, seconds, 3) if len(phases) else np.zeros(3)
             for phases, seconds in (
@@ -134,7 +134,7 @@ class Compute:
     def _products(self, tables: _Tables, batch: int) -> Array:
         if not len(tables.product_times):
             return np.zeros(0)
-        matrices, m, n, k = (_at(tables.products[:, place], batch) for place in range(4))
+        matrices, m, n, k = (_elements(tables.products[:, place], batch) for place in range(4))
         peaks = np.array([self.rate(size) for size in tables.itemsizes])
         if self.device.compute_units is not None:
             peaks = np.where(_whole_rows(tables, matrices, m, n, k), peaks, self._broken(peaks, matrices))
@@ -189,7 +189,7 @@ class Compute:
     def _attention(self, tables: _Tables, batch: int) -> Array:
         if not len(tables.attention_times):
             return np.zeros(0)
-        heads, queries, keys = (_at(tables.attention[:, place], batch) for place in range(3))
+        heads, queries, keys = (_elements(tables.attention[:, place], batch) for place in range(3))
         width, causal, backward = tables.attention_width, tables.attention_causal, tables.attention_backward
         flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0)
         flops = flops * np.where(backward, ATTENTION_BACKWARD, 1.0)
@@ -252,7 +252,7 @@ def _sizes(rows: Sequence[tuple[Size, ...]], width: int) -> Array:
     return np.array(numbers, dtype=float).reshape(len(rows), width, 2)
 
 
-def _at(sizes: Array, batch: int) -> Array:
+def _elements(sizes: Array, batch: int) -> Array:
     return np.asarray(sizes[..., 0] * float(batch) ** sizes[..., 1])
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
-from graphpar.display import as_page
+from graphpar.ir.program import ADAMW
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.order import Order
-from graphpar.text import bytes_text, seconds_text, share_text
+from graphpar.text import as_page, bytes_text, seconds_text, share_text
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,18 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class BlockSeconds:
+    """A microbatch in each of some equal modules, in seconds without exposed communication.
+
+    ``modules``: their paths. Each is a unit by itself.
+    """
+
+    modules: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
 class Estimate:
     """The time and memory of a step.
 
@@ -63,6 +75,7 @@ class Estimate:
             launched) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for transfers), ``bubble``
             (it has nothing to do), then ``gradients`` and ``optimizer`` as below, until the last rank is done with them.
         pipeline_s, gradients_s, optimizer_s: until the last action; exposed reduction of gradients; optimizer with exposed gathers.
+        blocks: the seconds of single modules.
         stages, conditions, closings: for simulating the step (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
         cluster, device: the hardware it is for.
         memory_bytes: of a device.
@@ -89,6 +102,8 @@ class Estimate:
     figures: str
     host_memory: tuple[HostMemory, ...] = ()
     host_memory_bytes: int | None = None
+    optimizer: str = ADAMW.name
+    blocks: tuple[BlockSeconds, ...] = ()
 
     @property
     def host_missing_bytes(self) -> int:
@@ -149,5 +164,6 @@ class Estimate:
             "host_memory_bytes": self.host_memory_bytes,
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
+            "blocks": [asdict(block) | {"modules": list(block.modules)} for block in self.blocks],
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
         }

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphpar.errors import GraphparError
+from graphpar.ir.program import ADAMW, OptimizerState
 
 if TYPE_CHECKING:
     from graphpar.cost_models.pipeline_units import Held
 
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
-"""How many tensors of a parameter's size an optimizer keeps, in the dtype of the parameter or its main copy."""
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -21,7 +20,7 @@ class Execution:
     """How a rank's program runs.
 
     Attributes:
-        optimizer: of :data:`OPTIMIZERS`.
+        optimizer: what it keeps, in the dtype of a parameter or its main copy.
         main_copies: the optimizer updates fp32 copies of low-precision parameters.
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
         gather_bytes: of an element in which sharded parameters are gathered; None: as the parameter.
@@ -34,7 +33,7 @@ class Execution:
             programs and FSDP2 do; else they lie there.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard and cp.
-        reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
+        reshard: when gathered parameters are freed, see the option ``reshard`` of :class:`graphpar.runtime.options.Decisions`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.
         blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
@@ -51,15 +50,17 @@ class Execution:
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
         overlap_tp: the share of collectives inside operators that is hidden behind the products next to them, apart from those that
             ``rings`` and ``joined`` say to be beside something.
-        offload: what lives in the memory of the host, of :data:`~graphpar.runtime.axes.OFFLOADS`; nothing where the device is the host.
+        offload: what lives in the memory of the host, see the option ``offload`` there; nothing where the device is the host.
         rings: gathers before products and reduce-scatters after them are sent in pieces beside these, see
-            :mod:`graphpar.emitted.ring_products`.
+            :mod:`graphpar.emitted.parallel_products`.
         joined: the other sums of gradients of what enters products run beside the products of the gradients of their weights, where a
             backward is not split in two, and what is gathered again beside those of that gradient: see
             :mod:`graphpar.emitted.parallel_products`, which programs have, and Megatron-LM's column-parallel layers.
+        communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
+        foreach: the optimizer has one more copy of what it updates during its step.
     """
 
-    optimizer: str = "adam"
+    optimizer: OptimizerState = ADAMW
     main_copies: bool = False
     gradient_bytes: int | None = None
     gather_bytes: int | None = None
@@ -85,10 +86,10 @@ class Execution:
     rings: bool = False
     joined: bool = False
     offload: tuple[str, ...] = ()
+    communicator_bytes: int = 0
+    foreach: bool = False
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise GraphparError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
         if self.zero not in range(4):
             raise GraphparError(f"zero is {self.zero!r}; it must be 0, 1, 2 or 3.")
         if self.shards < 1:

@@ -133,8 +133,8 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, _ = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return torch.empty_like(x) if wanted[0] else None, torch.empty_like(weight) if wanted[1] else None, None
+        needed = ctx.needs_input_grad
+        return torch.empty_like(x) if needed[0] else None, torch.empty_like(weight) if needed[1] else None, None
 
 
 def _piece(dim: int, axis: str, parts: tuple[int, ...]) -> tuple[Any, ...]:

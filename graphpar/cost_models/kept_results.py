@@ -221,7 +221,7 @@ class _Dispatched(TorchDispatchMode):
         self.noted.numbers[name] += 1
         self.noted.dispatched[self.node] += func not in SAC_IGNORED_OPS
         given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
-        for key in _written(func, args, kwargs or {}) & self.noted.makers.keys():
+        for key in _written_storages(func, args, kwargs or {}) & self.noted.makers.keys():
             node, call = self.noted.makers[key]
             self.noted.calls[node] = [other for other in self.noted.calls[node] if other != call]
         result = func(*args, **(kwargs or {}))
@@ -238,7 +238,7 @@ class _Dispatched(TorchDispatchMode):
         return result
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     """Return the storages that an operator writes."""
     arguments = func._schema.arguments
     values = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]

@@ -41,6 +41,8 @@ from graphpar.runtime.distributed import Ranks, gather_objects, start
 TIMEOUT_S = 300.0
 SAMPLE_S = 1e-3
 """Calls are repeated in a sample until it is at least this long."""
+SUSTAINED_SAMPLE_S = 0.05
+"""The same where clocks are to settle: long enough that the host's pauses between samples don't cool the device."""
 LEAST_SAMPLES, MOST_SAMPLES = 5, 500
 MICROBATCHES, STAGES = 8, 2
 """Microbatches of the pipeline, and its stages a rank."""
@@ -203,12 +205,11 @@ def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterat
     def layer_norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, shape[1:])
 
-    places = PLACES if math.prod(shape) >= LARGE else 1
-    yield Case("add", shape, dtype, binary(torch.add), places=places)
-    yield Case("mul", shape, dtype, binary(torch.mul), places=places)
+    made = {"add": binary(torch.add), "mul": binary(torch.mul)}
     for name, operator in (("gelu", F.gelu), ("layer_norm", layer_norm)):
-        yield Case(name, shape, dtype, unary(operator), places=places)
-        yield Case(f"{name}, backward", shape, dtype, backward(operator), places=places)
+        made |= {name: unary(operator), f"{name}, backward": backward(operator)}
+    for name, make in made.items():
+        yield Case(name, shape, dtype, make, places=PLACES if math.prod(shape) >= LARGE else 1)
 
 
 def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.device) -> Iterator[Case]:
@@ -304,6 +305,18 @@ def seconds(call: Call, device: torch.device, budget_s: float) -> float:
     while len(samples) < LEAST_SAMPLES or time.perf_counter() < stop:
         samples.append(timed(call, calls) / calls)
     return sorted(samples)[len(samples) // 10]
+
+
+def sustained(call: Call, device: torch.device, keep_s: float) -> float:
+    """Return the median of samples over ``keep_s`` seconds without a pause: at the clock that a long step keeps, not that of a burst."""
+    timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
+    call()
+    calls = max(1, round(SUSTAINED_SAMPLE_S / max(timed(call, 1), 1e-7)))
+    samples: list[float] = []
+    stop = time.perf_counter() + keep_s
+    while not samples or time.perf_counter() < stop:
+        samples.append(timed(call, calls) / calls)
+    return sorted(samples)[len(samples) // 2]
 
 
 def _cpu_seconds(call: Call, calls: int) -> float:

@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpar.ir.program import OptimizerState, Program
 
 MAIN_DTYPE = torch.float32
 """The dtype of an optimizer's copies of low-precision parameters."""
 ALLOCATOR_SLACK = 0.05
 """The allocator's overhead as a share of the memory that is allocated and freed in a step (assumed): it rounds tensors up to 512
 bytes and segments to 2 MiB, and fragments."""
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers with 1 what asks a tensor without values for a number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+def with_optimizer(program: Program, make: Callable[..., Any] | None) -> Program:
+    """Return a program that was just captured with what the optimizer that ``make`` makes keeps between steps.
+
+    It is stepped once, over parameters without values. Where that fails, a warning says that AdamW's state is assumed.
+    """
+    first = {program.tie_of(name)[0] for name in program.parameters}
+    pairs = [
+        (
+            name,
+            nn.Parameter(
+                torch.empty(info.shape, dtype=program.stored.get(name, info.dtype), device="meta"), info.requires_grad
+            ),
+        )
+        for name, info in program.parameters.items()
+        if name in first
+    ]
+    trained = [parameter for _, parameter in pairs if parameter.requires_grad]
+    if make is None or not trained or program.mode != "train":
+        return program
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        with torch.random.fork_rng(devices=[]), _Numbers():
+            made = make(pairs)
+            made.step()
+    except Exception as error:
+        return program.warn(
+            f"The model file's optimizer can't be stepped on parameters without values ({type(error).__name__}: {error}), so bytes and "
+            "seconds are those of AdamW."
+        )
+    kept = [each for each in _pytree.tree_leaves(dict(made.state)) if isinstance(each, Tensor) and each.ndim]
+    ratio = sum(each.nbytes for each in kept) / sum(parameter.nbytes for parameter in trained)
+    return replace(program, optimizer=OptimizerState(type(made).__name__, round(ratio, 3)))
 
 
 @dataclass(frozen=True)
@@ -45,8 +96,10 @@ class Memory:
         cache: keys and values of generation, of all groups of sequences that are in flight.
         boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
         activations: of the microbatches in flight, at the peak.
-        transient: what the running forward or backward needs on top; for the loss its logits and their gradient.
+        transient: what the running forward or backward needs on top; for the loss its logits and their gradient. Or what the optimizer's
+            step needs, where that is more than activations and this.
         slack: overhead of the allocator: what it reserves beyond what is allocated.
+        communicators: of NCCL, which no allocator of torch counts.
     """
 
     parameters: int = 0
@@ -62,13 +115,14 @@ class Memory:
     activations: int = 0
     transient: int = 0
     slack: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes of the rank: what the allocator reserves."""
+        """All bytes of the rank: what the allocator reserves, and the communicators."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     @property
     def allocated(self) -> int:
         """The bytes of the rank's tensors."""
-        return self.total - self.slack
+        return self.total - self.slack - self.communicators

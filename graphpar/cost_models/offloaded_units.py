@@ -1,7 +1,7 @@
 """Units whose blocks keep in the memory of the host what they keep between forward and backward.
 
     kept by a block ──► moved; on the device that of two blocks at one time: the one that runs, and the one before it, which is leaving
-                        in the forward and coming in the backward (graphpar.runtime.offloaded_activations)
+                        in the forward and coming in the backward (graphpar.runtime.stages.offloaded_activations)
 
 What a stage keeps outside of blocks stays on the device, and so does all that a unit keeps in which something runs besides blocks.
 """

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, collectives_of
-from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.estimates import BlockSeconds, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.offloaded_units import host_s
@@ -39,11 +39,12 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.schedule_records import get_schedule
+from graphpar.schedules.action_table import ActionTable, forwards
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.registry import action_order, action_table, get_schedule, stage_ranks
+from graphpar.schedules.registry import action_order, action_table, stage_ranks
 from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
-from graphpar.schedules.table import ActionTable, forwards
 
 Array = NDArray[np.float64]
 
@@ -235,11 +236,23 @@ class Pricing:
             conditions=step.conditions,
             closings=step.closings,
             cluster=str(self.cluster),
+            optimizer=self.execution.optimizer.name,
             device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
             host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
+            blocks=self._blocks(layout),
         )
+
+    def _blocks(self, layout: Layout) -> tuple[BlockSeconds, ...]:
+        named: dict[tuple[float, float], list[str]] = {}
+        for place, unit in enumerate(self.units):
+            if len(unit.modules) == 1:
+                found = self.stage_seconds(place, place + 1, layout.microbatch_size, self._runs_apart(layout))
+                forward = found.forward - sum(found.forward_exposed.values())
+                backward = found.backward - sum(found.backward_exposed.values())
+                named.setdefault((forward, backward), []).append(*unit.modules)
+        return tuple(BlockSeconds(tuple(modules), *seconds) for seconds, modules in named.items())
 
     def step_s(self, layout: Layout) -> float:
         """Return the seconds of :meth:`estimate`, without measuring memory."""
@@ -450,8 +463,8 @@ class Pricing:
         back: list[float] = []
         for _, after in stages[:-1]:
             sends = self.units[after - 1].kind.sends
-            for costs, wanted in ((there, (True, False)), (back, (True,))):
-                nbytes = sum(size.at(layout.microbatch_size) for size, gradient in sends if gradient in wanted)
+            for costs, flags in ((there, (True, False)), (back, (True,))):
+                nbytes = sum(size.at(layout.microbatch_size) for size, gradient in sends if gradient in flags)
                 costs.append(self.network.seconds("send", nbytes, group) if nbytes else 0.0)
         return there, back
 

@@ -13,7 +13,7 @@ from graphpar.cost_models.flops import dominant_dtype
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link
 from graphpar.ir.program import Program
-from graphpar.operators.transitions import Cost, collective_cost
+from graphpar.operators.transitions import Cost
 from graphpar.runtime.mesh import Mesh
 
 _LINK = Link(8e-6, 200e9)
@@ -71,21 +71,6 @@ class ShardingCosts:
     def transition_rate(self, axis: str) -> float:
         """Return the bytes a second over ``axis``, without latency."""
         return self.links.get(axis, _LINK).bytes_per_s
-
-
-def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
-    """Return the all-reduces of a vocabulary-parallel loss: each row's largest logit, then its sum of exponentials and label's score.
-
-    Its backward has none.
-    """
-    return collective_cost("all-reduce", 4 * rows, degree), collective_cost("all-reduce", 8 * rows, degree)
-
-
-def statistics_costs(channels: float, degree: int, train: bool) -> tuple[Cost, ...]:
-    """Return BatchNorm's collectives over replicas: an all-gather of mean and variance, backward a reduce-scatter of their gradients."""
-    nbytes = 8 * channels * degree
-    backward = (collective_cost("reduce-scatter", nbytes, degree),) if train else ()
-    return collective_cost("all-gather", nbytes, degree), *backward
 
 
 def costs_for(program: Program, mesh: Mesh, cluster: Cluster | None) -> ShardingCosts:

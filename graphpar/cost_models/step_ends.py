@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
-from graphpar.cost_models.execution import OPTIMIZERS
 from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce
 from graphpar.cost_models.step_costs import StageSeconds
@@ -20,9 +19,9 @@ from graphpar.cost_models.timelines import StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
-from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.offloaded_state import AT_ONCE
+from graphpar.runtime.state.gradients import BUCKET_BYTES
+from graphpar.runtime.state.offloaded_state import AT_ONCE
 
 
 class _Once(NamedTuple):
@@ -159,8 +158,8 @@ class StepEnds:
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
-                main = 4 if self.execution.main_copies else held.itemsize
-                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self.bytes.gradient_bytes(held)
+                main = self.bytes.main_bytes(held)
+                updated = 2 * main * (1 + self.execution.optimizer.tensors) + 2 * self.bytes.gradient_bytes(held)
                 nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:

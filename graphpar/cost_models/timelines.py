@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from graphpar.schedules.action_table import STATE, ActionTable
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order
 from graphpar.schedules.simulation import Segment, Span, Timeline, Transfers, simulate
-from graphpar.schedules.table import STATE, ActionTable
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Se
             Segment("parameters", 0.0, closing.gather - closing.gather_exposed, axis),  # of the step before
             Segment("gradients", max(0.0, end - (closing.reduce - closing.exposed)), end, axis),
         )
-        for found, wanted in ((rows, segments), (beside, hidden)):
-            found.append(tuple(segment for segment in wanted if segment.end > segment.start))
+        for found, shown in ((rows, segments), (beside, hidden)):
+            found.append(tuple(segment for segment in shown if segment.end > segment.start))
 
     def with_collectives(span: Span) -> Span:
         exposed = stages[span.action.stage].exposed_s(span.action.kind)

@@ -18,24 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.equal_runs import EqualRuns, Run
-from graphpar.cost_models.execution import OPTIMIZERS, Execution
+from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
 from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
 from graphpar.runtime.axes import REPLICAS
-from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.offloaded_state import AT_ONCE, PIECE_BYTES
+from graphpar.runtime.state.gradients import BUCKET_BYTES
+from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
 
 Array = NDArray[np.float64]
 
 
 class _Constant(NamedTuple):
-    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, and the cache of a microbatch."""
+    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, the cache of a microbatch, and what
+    the optimizer's step needs."""
 
     memory: Memory
     total: int
     inputs: tuple[Bytes, ...]
     cache: int
+    stepping: int
 
 
 class UnitBytes:
@@ -79,6 +82,10 @@ class UnitBytes:
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
+
+    def main_bytes(self, held: Held) -> int:
+        """Return the bytes of one element of what the optimizer updates: a parameter, or its main copy."""
+        return max(held.itemsize, MAIN_DTYPE.itemsize) if self.execution.main_copies else held.itemsize
 
     def held(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
         """Return the parameters of a rank with these stages, a tied one once."""
@@ -134,6 +141,7 @@ class UnitBytes:
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         constant = self._constant(stages, own)
+        transient = max(transient, constant.stepping - activations)
         return {
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
             "cache": constant.cache * microbatches,
@@ -156,11 +164,14 @@ class UnitBytes:
                 buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
-            memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
+            memory = replace(
+                self.state(held), buffers=sum(buffers.values()), buckets=buckets, communicators=self.communicators
+            )
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
+            stepping = run.divided(self._updated(held), 1) if run.foreach and "optimizer" not in run.offload else 0
             self._constants[key] = _Constant(
-                memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units)
+                memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units), stepping
             )
         return self._constants[key]
 
@@ -202,36 +213,37 @@ class UnitBytes:
         """Return the bytes of parameters, gradients, main copies and optimizer state, without what is updated at one time of state that
         lives in the host's memory."""
         run, parts = self.execution, list(held)
-        trained = [part for part in parts if part.trained]
-        main = self._main_copies(trained)
+        main = sum(
+            part.elements * size for part in parts if part.trained and (size := self.main_bytes(part)) > part.itemsize
+        )
         return Memory(
             parameters=run.divided(sum(part.nbytes for part in parts), 3),
             copies=self.copied(parts),
-            gradients=run.divided(self.gradient_sizes(trained), 2),
+            gradients=run.divided(self.gradient_sizes(parts), 2),
             main_copies=run.divided(main, 1),
             optimizer=0 if "optimizer" in run.offload else self.optimizer_state(parts),
         )
 
     def optimizer_state(self, held: Iterable[Held]) -> int:
         """Return the bytes of the optimizer's state, wherever it lives."""
-        run, trained = self.execution, [part for part in held if part.trained]
-        copied = sum(part.nbytes for part in self._copied_as_main(trained))
-        updated = sum(part.nbytes for part in trained) - copied + self._main_copies(trained)
-        return run.divided(updated * OPTIMIZERS[run.optimizer], 1)
+        return self.execution.divided(round(self._updated(held) * self.execution.optimizer.tensors), 1)
+
+    def _updated(self, held: Iterable[Held]) -> int:
+        """Return the bytes of what optimizers of the ranks that share state update together."""
+        return sum(part.elements * self.main_bytes(part) for part in held if part.trained)
+
+    @cached_property
+    def communicators(self) -> int:
+        """The bytes of the groups that a rank joins."""
+        return self.execution.communicator_bytes * communicators(self.mesh.degrees())
 
     def piece_state(self, held: Iterable[Held]) -> int:
         """Return the bytes of the state of the largest piece of parameters that are updated at one time, see
-        :mod:`graphpar.runtime.offloaded_state`."""
+        :mod:`graphpar.runtime.state.offloaded_state`."""
         run = self.execution
         trained = [part for part in held if part.trained]
         largest = max(((part.largest or part.elements) * part.itemsize for part in trained), default=0)
-        return OPTIMIZERS[run.optimizer] * max(PIECE_BYTES, run.divided(largest, 1) if run.zero >= 2 else largest)
-
-    def _copied_as_main(self, trained: Iterable[Held]) -> list[Held]:
-        return [part for part in trained if self.execution.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
-
-    def _main_copies(self, trained: Iterable[Held]) -> int:
-        return sum(part.elements * MAIN_DTYPE.itemsize for part in self._copied_as_main(trained))
+        return round(run.optimizer.tensors * max(PIECE_BYTES, run.divided(largest, 1) if run.zero >= 2 else largest))
 
     def _returned(self, after: int, rows: int) -> int:
         """Return the bytes of the gradients that come back to a stage whose last unit is the one before ``after``."""
@@ -242,8 +254,12 @@ class UnitBytes:
             self._returns[key] = _returned(self.units[after - 1], rows)
         return self._returns[key]
 
+    def room(self, memory_bytes: int) -> int:
+        """Return how many bytes of :meth:`fixed_runs`, and of what depends on the microbatch, fit in a device."""
+        return memory_bytes - self.communicators + self._counted_twice
+
     @cached_property
-    def counted_twice(self) -> int:
+    def _counted_twice(self) -> int:
         """The bytes that :meth:`fixed_runs` counts for each of several units of one stage, though it has them once."""
         buffers = {name: nbytes for unit in self.units for name, nbytes in unit.buffers.items()}
         each = sum(self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units)

@@ -19,13 +19,15 @@ from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of,
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
 from graphpar.ir.program import Block, Program, operator_name, value_of
+from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.parallel_products import ENTERING, in_order, joined_products_of, ring_products_of
+from graphpar.operators.parallel_products import ENTERING, JOINED, joined_with
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
-from graphpar.operators.record import Kind, Reads
-from graphpar.operators.table import record_of
-from graphpar.operators.transitions import FUNCTIONS, ring_messages
+from graphpar.operators.placement import operands_of
+from graphpar.operators.record import Kernel, Kind, Reads, Record
+from graphpar.operators.table import COMPOSITES, record_of
+from graphpar.operators.transitions import FUNCTIONS
 
 
 class Works:
@@ -35,8 +37,6 @@ class Works:
         degrees: ranks by axis.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
-        rings: collectives are sent in pieces beside products (:class:`graphpar.cost_models.execution.Execution`).
-        joined: whole ones are one function with the products beside them (the same).
         compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none.
         recasts: parameters that are read in another dtype are cast for each microbatch.
     """
@@ -48,13 +48,11 @@ class Works:
         *,
         fused: bool = False,
         gradient_bytes: int | None = None,
-        rings: bool = False,
-        joined: bool = False,
         compiled: bool = False,
         recasts: bool = False,
     ) -> None:
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
-        self.rings, self.joined, self.compiled, self.train = rings, joined, compiled, program.mode == "train"
+        self.compiled, self.train = compiled, program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
         self.casts = cast_parameters(program) if self.train and not recasts else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
@@ -79,17 +77,12 @@ class Works:
         return self._blocks[block.name]
 
     def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
-        """Return the collectives of a node, forward and backward: of a transition, a vocabulary-parallel loss, a BatchNorm or a ring."""
+        """Return the collectives of a node, forward and backward: of a transition, or those inside of a composite operator."""
         name = operator_name(node)
         if "transition" in node.meta or name in FUNCTIONS:
             return list(self._transition(node, name, scope))
-        if name == "vocab_cross_entropy":
-            return list(self._vocab_loss(node))
-        if name == "sync_batch_norm":
-            return list(self._statistics(node, scope))
-        if name == "ring_attention":
-            return list(self._ring(node, scope))
-        return []
+        composite = COMPOSITES.get(name)
+        return list(self._inside(node, composite, scope)) if composite is not None else []
 
     def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
         row = FUNCTIONS[name]
@@ -107,16 +100,15 @@ class Works:
 
     def gathers_again(self, node: fx.Node, scope: str) -> list[Collective]:
         """Return the gathers of a node that keeps shards, in the backward: beside the products of the gradient of what it gathered."""
-        products, beside = joined_products_of(node) if self.joined else [], tuple[Product, ...]()
-        pieces = self.rings and bool(ring_products_of(node))  # which wait for what was gathered before they begin
-        if products and not pieces and self.has_gradient(node.all_input_nodes[0], scope):
-            dim = int(node.kwargs["dim"])  # type: ignore[arg-type]
-            if not dim or not any(in_order(product, dim) for product in products):
-                beside = tuple(
-                    Product(Phase.INPUT, each.count, each.m, each.k, each.n, value_of(product).dtype.itemsize)
-                    for product in products
-                    for each in matrices(product, sizes_of)
-                )
+        joined, beside = joined_with(node), tuple[Product, ...]()
+        # Pieces wait for what was gathered before they begin, as what is copied into order does.
+        waits = joined is not None and (joined.ring or (joined.in_order and bool(node.kwargs["dim"])))
+        if joined and not waits and self.has_gradient(node.all_input_nodes[0], scope):
+            beside = tuple(
+                Product(Phase.INPUT, each.count, each.m, each.k, each.n, value_of(product).dtype.itemsize)
+                for product in joined.products
+                for each in matrices(product, sizes_of)
+            )
         rows = [row for row in self.collectives(node, scope) if row.phase is Phase.FORWARD]
         return [row._replace(beside=beside) for row in rows]
 
@@ -126,73 +118,50 @@ class Works:
         Beside all pieces of a ring but a rank's own these are its products, of several with all their columns; beside the sum of the
         gradient of what enters products whole, those of the gradients of their weights.
         """
-        products = ring_products_of(node) if self.rings else []
-        if products:
-            found, itemsize = (
-                [matrices(product, sizes_of)[0] for product in products],
-                value_of(products[0]).dtype.itemsize,
-            )
-            degree, first, columns = (
-                self.degrees[str(node.args[1])],
-                found[0],
-                Size(sum(each.n.number for each in found)),
-            )
-            rows, count = first.m * (1 / degree), first.count * (degree - 1)
-            return (
-                (Product(Phase.FORWARD, count, rows, columns, first.k, itemsize),),
-                (Product(Phase.INPUT, count, rows, first.k, columns, itemsize),),
-            )
-        if not self.joined or node.target not in ENTERING:
+        joined = joined_with(node)
+        if joined is None or not (joined.ring or node.target in ENTERING):
             return (), ()
-        return (), tuple(
-            Product(Phase.WEIGHT, each.count, each.n, each.k, each.m, value_of(product).dtype.itemsize)
-            for product in joined_products_of(node)
-            for each in matrices(product, sizes_of)
-            if self.has_gradient(each.right, scope)
+        if not joined.ring:
+            return (), tuple(
+                Product(Phase.WEIGHT, each.count, each.n, each.k, each.m, value_of(product).dtype.itemsize)
+                for product in joined.products
+                for each in matrices(product, sizes_of)
+                if self.has_gradient(each.right, scope)
+            )
+        found = [matrices(product, sizes_of)[0] for product in joined.products]
+        itemsize, degree, first = value_of(joined.products[0]).dtype.itemsize, self.degrees[str(node.args[1])], found[0]
+        columns, rows, count = (
+            Size(sum(each.n.number for each in found)),
+            first.m * (1 / degree),
+            first.count * (degree - 1),
+        )
+        return (
+            (Product(Phase.FORWARD, count, rows, columns, first.k, itemsize),),
+            (Product(Phase.INPUT, count, rows, first.k, columns, itemsize),),
         )
 
     def ring_of(self, node: fx.Node) -> int:
         """Return into how many pieces the rows of a product are divided: the ranks of the ring that it is part of."""
-        if not self.rings or operator_name(node) != "linear":
-            return 1
-        around = [each for each in (*node.all_input_nodes, *node.users) if node in ring_products_of(each)]
-        return self.degrees[str(around[0].args[1])] if around else 1
+        collective = node.meta.get(JOINED)
+        return self.degrees[str(collective.args[1])] if isinstance(collective, fx.Node) else 1
 
-    def _vocab_loss(self, node: fx.Node) -> Iterator[Collective]:
-        """Yield two all-reduces, of one and of two numbers a row (see ``emitted.collectives``)."""
-        labels, axis = node.args[1], str(node.args[2])
-        assert isinstance(labels, fx.Node)
-        rows = elements_of(labels)
-        yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
-        yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
-
-    def _statistics(self, node: fx.Node, scope: str) -> Iterator[Collective]:
-        """Yield the all-gather of each channel's mean and variance, and the reduce-scatter of their gradients."""
-        source, axes = node.args[0], node.args[5]
-        assert isinstance(source, fx.Node) and isinstance(axes, tuple)
-        for axis in map(str, axes):
-            nbytes = 8 * self.degrees[axis] * sizes_of(source)[1]
-            yield Collective(Phase.FORWARD, axis, "all-gather", nbytes)
-            if self.has_gradient(source, scope):
-                yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
-
-    def _ring(self, node: fx.Node, scope: str) -> Iterator[Collective]:
-        """Yield the keys and values that go round the ring while attention runs, and the chunks of queries, keys, values and result."""
-        query, key, value, axis = node.args
-        assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-        step, degree = attention_of(node), self.degrees[str(axis)]
-        (keys,) = total([nbytes_of(key), nbytes_of(value)])
-        own, made = nbytes_of(query), nbytes_of(node)
-        ways = ring_messages(own.number, keys.number, made.number, degree, step.causal)
-        differentiable = any(self.has_gradient(operand, scope) for operand in node.all_input_nodes)
-        for phase, messages in zip((Phase.FORWARD, Phase.INPUT)[: 1 + differentiable], ways):
-            for message in messages:
-                beside = (step._replace(phase=phase),) if message.beside else ()
-                row = Collective(phase, str(axis), "send", Size(message.nbytes, own.power), beside)
-                yield from [row] * message.times
+    def _inside(self, node: fx.Node, composite: Composite, scope: str) -> Iterator[Collective]:
+        """Yield what a composite operator sends; those of a ring while it attends to the keys of a step."""
+        if composite.sends is None:
+            return
+        arguments = arguments_of(node)
+        operands, made = [_local(operand) for operand in operands_of(node)], _local(node)
+        differentiable = any(self.has_gradient(operand, scope) for operand in composite.sharded(arguments))
+        for axis in axes_of(arguments):
+            ways = composite.sends(node, operands, made, self.degrees[axis])
+            for phase, messages in zip((Phase.FORWARD, Phase.INPUT)[: 1 + differentiable], ways):
+                for message in messages:
+                    beside = (attention_of(node)._replace(phase=phase),) if message.beside else ()
+                    row = Collective(phase, axis, message.collective, message.nbytes, beside)
+                    yield from [row] * message.times
 
     def casts_once(self, node: fx.Node, scope: str) -> bool:
-        """Return whether a node casts a parameter, which a step does once: see :mod:`graphpar.runtime.cast_once`."""
+        """Return whether a node casts a parameter, which a step does once: see :mod:`graphpar.runtime.stages.cast_once`."""
         if not casts_parameter(node):
             return False
         return f"{self.program.prefixes(scope)[0]}{node.all_input_nodes[0].target}" in self.casts
@@ -203,6 +172,10 @@ class Works:
             return True
         info = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         return self.train and info is not None and info.requires_grad
+
+
+def _local(node: fx.Node) -> Local:
+    return Local(sizes_of(node), value_of(node).dtype.itemsize)
 
 
 def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
@@ -240,18 +213,17 @@ class _Walk:
             yield from self.works.collectives(node, self.scope)
             if "transition" in node.meta or name in FUNCTIONS:
                 continue
-            if name == "vocab_cross_entropy":
-                yield from self._vocab_loss(node)
-            elif (record := record_of(node)).kind is Kind.ATTENTION:
+            record = record_of(node)
+            if record.kind is Kind.ATTENTION:
                 yield from self._attention(node)
             elif products := matrices(node, self._sizes):
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
-            elif record.kernels and not self.works.fused and (record.in_place or not self.compiled):
+            elif record.kernels and self._alone(record):
                 kernels = {Phase.FORWARD: record.kernels, Phase.INPUT: record.backward or record.kernels}
                 for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
-                    yield from (Traffic(phase, each.moves * nbytes_of(node), each.functions) for each in kernels[phase])
+                    yield from (self._kernel(phase, node, each) for each in kernels[phase])
             elif self.works.casts_once(node, self.scope):
                 yield from self._cast_back(node)
             elif not record.free:
@@ -262,20 +234,20 @@ class _Walk:
 
     # ---- by kind ----
 
-    def _vocab_loss(self, node: fx.Node) -> Iterator[Row]:
-        """Yield the memory traffic of a vocabulary-parallel loss: logits are read three times and written once."""
-        logits = node.args[0]
-        assert isinstance(logits, fx.Node)
-        nbytes = nbytes_of(logits)
-        yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes, True)
-        if self._grad(logits):
-            yield Traffic(Phase.INPUT, 2 * nbytes, True)
+    def _alone(self, record: Record) -> bool:
+        """Whether no compiler fuses the kernels of an operator with others'."""
+        return record.alone or (not self.works.fused and (record.in_place or not self.compiled))
+
+    def _kernel(self, phase: Phase, node: fx.Node, kernel: Kernel) -> Traffic:
+        moved = node if kernel.operand is None else operands_of(node)[kernel.operand]
+        moves = kernel.fused if self.works.fused and kernel.fused is not None else kernel.moves
+        return Traffic(phase, moves * nbytes_of(moved), kernel.functions)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
 
         row = attention_of(node)
-        if operator_name(node) == "ring_attention":
-            row = row._replace(keys=float(self.works.degrees[str(node.args[3])]) * row.keys)
+        for axis in axes_of(arguments_of(node)):  # keys and values of its ranks come round
+            row = row._replace(keys=float(self.works.degrees[axis]) * row.keys)
         if (length := cache_length(node)) is not None:
             row = row._replace(keys=Size(float(length)))
         differentiable = any(isinstance(operand, fx.Node) and self._grad(operand) for operand in node.args[:3])

@@ -38,8 +38,14 @@ counters: list[Callable[[str, Tensor], None]] = []
 sent, of this rank's, from all ranks."""
 
 
-def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
+_round_apart = False
+"""Whether kernels may give ranks that compute the same other last bits, as those of GPUs do."""
+
+
+def bind(groups: Mapping[str, ProcessGroup | None], round_apart: bool = False) -> None:
     """Give every axis its process group (``None``: one rank), in place of what was bound before."""
+    global _round_apart
+    _round_apart = round_apart
     _axes.clear()
     _groups.clear()
     for axis, group in groups.items():
@@ -134,6 +140,11 @@ def first_only(x: Tensor, axis: str) -> Tensor:
     """R -> P: zero on all ranks but the first; backward the same. [...] -> [...]"""
     # A mask rather than a branch: every rank compiles the same graph, else their collectives fall out of order.
     return x.masked_fill(torch.full((), rank(axis) != 0, device=x.device), 0)
+
+
+def agree_on(x: Tensor, axis: str) -> Tensor:
+    """R -> R, I -> I: what the first rank computed, where kernels may round apart; backward nothing. [...] -> [...]"""
+    return _apply(x, lambda x: _broadcast(x, axis), lambda g: g) if _round_apart else x
 
 
 # Operators whose vocabulary is sharded.
@@ -399,6 +410,11 @@ def _watched(x: Tensor, result: Tensor, gather: Callable[[Tensor], Tensor]) -> T
 def _all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
     group, count, _ = _axes[axis]
     return x if count == 1 else _done(_operators.all_reduce(x.contiguous(), operation, group))
+
+
+def _broadcast(x: Tensor, axis: str) -> Tensor:
+    group, count, _ = _axes[axis]
+    return x if count == 1 else _done(_operators.broadcast(x.contiguous(), 0, group))
 
 
 def _all_gather(x: Tensor, axis: str) -> Tensor:

@@ -1,13 +1,14 @@
-"""Dropout whose masks depend on the example, not on how the program is split.
+"""Random numbers and dropout that depend on the example, not on how the program is split.
 
-Every example of the global batch has a key, a function of (seed, step, index of the example). A dropout draws from
-the key, its own stream number and the position in the example, by a counter-based hash (SplitMix64). So the masks are
-the same for any number of stages and microbatches, and when a block is recomputed.
+Every example of the global batch has a key, a function of (seed, step, index of the example), and so has the step. A random
+operator draws from the key, its own stream number and the position in the example, by a counter-based hash (SplitMix64). So
+the numbers are the same for any number of stages and microbatches, and when a block is recomputed.
 
 With ``kernel=True`` attention takes torch's own kernel and generator, seeded from the same keys and from which shard a
 rank has. Its masks are the same when a block is recomputed, but depend on how the program is split.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,10 +28,12 @@ def stream(keys: Tensor, number: int) -> Tensor:
 
 
 def _hash(counter: Tensor) -> Tensor:
-    """SplitMix64's finalizer; int64 with wrap-around, right shifts made logical by a mask."""
-    counter = (counter ^ ((counter >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    counter = (counter ^ ((counter >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return counter ^ ((counter >> 31) & 0x1FFFFFFFF)
+    """SplitMix64's finalizer, in ``counter``'s memory; int64 with wrap-around, right shifts made logical by a mask."""
+    for bits, mask, factor in ((30, 0x3FFFFFFFF, _MIX_1), (27, 0x1FFFFFFFFF, _MIX_2)):
+        counter ^= (counter >> bits).bitwise_and_(mask)
+        counter *= factor
+    counter ^= (counter >> 31).bitwise_and_(0x1FFFFFFFF)
+    return counter
 
 
 ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
@@ -42,20 +45,112 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, sharded:
 
     ``sharded``: the sharded dims, where the tensor is a rank's shard; every element is numbered as in the whole tensor.
     """
-    position = torch.zeros([1] * len(shape), dtype=torch.int64, device=keys.device)
+    return drawn(*_counters(shape, keys, batch_dim, sharded), round(p * 0x1000000))
+
+
+def _counters(
+    shape: list[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[ShardedDim]
+) -> tuple[Tensor, Tensor]:
+    """Number the elements of a tensor of ``shape``: those of a row, as [..., 1], and of a column, as [..., n]."""
+    counters = []
     stride = 1
     for dim in reversed(range(len(shape))):
         if dim == batch_dim:
-            continue
-        index, size = torch.arange(shape[dim], device=keys.device), shape[dim]
-        for _, rank, ranks, *parts in (entry for entry in sharded if entry[0] == dim):
-            index, size = _whole_index(index, size, rank, ranks, parts[0] if parts else ()), size * ranks
-        position = position + (index * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
-        stride *= size
-    along = [1] * len(shape)
-    along[batch_dim] = -1
-    bits = _hash(_hash(keys).view(along) + position * _GOLDEN)
-    return ((bits >> 40) & 0xFFFFFF) >= round(p * 0x1000000)
+            counter = _hash(keys.clone())
+        else:
+            index, size = torch.arange(shape[dim], device=keys.device), shape[dim]
+            for _, rank, ranks, *parts in (entry for entry in sharded if entry[0] == dim):
+                index, size = _whole_index(index, size, rank, ranks, parts[0] if parts else ()), size * ranks
+            counter = index * stride * _GOLDEN
+            stride *= size
+        counters.append(counter.view([-1 if d == dim else 1 for d in range(len(shape))]))
+    last, *others = counters
+    return sum(others, torch.zeros_like(last[..., :1])), last
+
+
+def drawn(rows: Tensor, columns: Tensor, least: int) -> Tensor:
+    """Tell of each sum of a counter of a row and one of a column whether 24 bits of its hash are at least ``least``.
+
+    rows int64 [..., 1], columns int64 [..., n] -> bool [..., n]. On a GPU the runtime puts one kernel in its place.
+    """
+    return (_hash(rows + columns) >> 40).bitwise_and_(0xFFFFFF) >= least
+
+
+def random_bits(shape: list[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[ShardedDim] = ()) -> Tensor:
+    """Draw 64 random bits for each element of a tensor of ``shape``, numbered as in :func:`keep_mask`; int64.
+
+    Without a ``batch_dim`` the one key of ``keys`` is that of all elements.
+    """
+    if batch_dim is None:
+        return random_bits([1, *shape], keys, 0, [(dim + 1, *place) for dim, *place in sharded])[0]  # type: ignore[misc]
+    rows, columns = _counters(shape, keys, batch_dim, sharded)
+    return _hash(rows + columns)
+
+
+def digits(dtype: torch.dtype) -> int:
+    """The binary digits of a float's precision."""
+    return round(1 - math.log2(torch.finfo(dtype).eps))
+
+
+def _of_rows(keys: Tensor, size: Sequence[int], batch_dim: int | None) -> list[int]:
+    """The shape of a tensor of rows of ``size``, one for each of ``keys``."""
+    return list(size) if batch_dim is None else [*size[:batch_dim], keys.size(0), *size[batch_dim:]]
+
+
+def integers(
+    keys: Tensor,
+    size: Sequence[int],
+    low: int,
+    high: int,
+    batch_dim: int | None = 0,
+    sharded: Sequence[ShardedDim] = (),
+) -> Tensor:
+    """Draw as ``torch.randint``: keys [b] -> int64 [b, *size], from ``low`` to ``high - 1``; b is at ``batch_dim``."""
+    bits = random_bits(_of_rows(keys, size, batch_dim), keys, batch_dim, sharded)
+    return (bits >> 1).bitwise_and_(0x3FFFFFFFFFFFFFFF) % (high - low) + low
+
+
+def uniform(
+    keys: Tensor,
+    size: Sequence[int],
+    batch_dim: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    sharded: Sequence[ShardedDim] = (),
+) -> Tensor:
+    """Draw as ``torch.rand``, all multiples in [0, 1) of the dtype's precision: keys [b] -> [b, *size]; b is at ``batch_dim``."""
+    count = digits(dtype)
+    bits = random_bits(_of_rows(keys, size, batch_dim), keys, batch_dim, sharded)
+    return (bits >> (64 - count)).bitwise_and_((1 << count) - 1).to(dtype) * 0.5**count
+
+
+def exponential(
+    keys: Tensor,
+    size: Sequence[int],
+    batch_dim: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    sharded: Sequence[ShardedDim] = (),
+) -> Tensor:
+    """Draw as ``x.exponential_()``, never 0: keys [b] -> [b, *size]; b is at ``batch_dim``."""
+    bits = random_bits(_of_rows(keys, size, batch_dim), keys, batch_dim, sharded)
+    open_interval = ((bits >> 12).bitwise_and_(0xFFFFFFFFFFFFF).double() + 0.5) * 0.5**52
+    return (-open_interval.log()).to(dtype).clamp(min=torch.finfo(dtype).tiny)
+
+
+def normal(
+    keys: Tensor,
+    size: Sequence[int],
+    batch_dim: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    sharded: Sequence[ShardedDim] = (),
+) -> Tensor:
+    """Draw as ``torch.randn``: keys [b] -> [b, *size]; b is at ``batch_dim``.
+
+    By Box and Muller in float64, rounded once, so that shards and whole tensors have the same numbers.
+    """
+    bits = random_bits(_of_rows(keys, size, batch_dim), keys, batch_dim, sharded)
+    distance = ((bits >> 32).bitwise_and_(0xFFFFFFFF) + 1).double() * 0.5**32
+    angle = bits.bitwise_and_(0xFFFFFFFF).double() * (2 * math.pi * 0.5**32)
+    return ((-2 * distance.log()).sqrt() * angle.cos()).to(dtype)
 
 
 def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[int, ...]) -> Tensor:
@@ -63,8 +158,11 @@ def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[i
     if not parts:
         return index + rank * size
     begins = [sum(parts[:number]) for number in range(len(parts))]
-    pieces = [begin + rank * (part // ranks) + torch.arange(part // ranks) for begin, part in zip(begins, parts)]
-    period = torch.cat(pieces).to(index.device)
+    pieces = [
+        begin + rank * (part // ranks) + torch.arange(part // ranks, device=index.device)
+        for begin, part in zip(begins, parts)
+    ]
+    period = torch.cat(pieces)
     return index // len(period) * sum(parts) + period[index % len(period)]
 
 

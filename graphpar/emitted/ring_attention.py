@@ -266,13 +266,14 @@ def _halves(tensors: Sequence[Tensor], chunks: Sequence[tuple[int, int]], place:
 
 def _kernel(query: Tensor, value: Tensor) -> str:
     """Return which kernel a device has for these operands."""
-    width = query.size(3)
-    if width != value.size(3):
+    same = query.size(3) == value.size(3)
+    if query.device.type == "cpu":
+        return "cpu" if same else "math"
+    if query.device.type != "cuda" or query.dtype == torch.float64:
         return "math"
-    if query.device.type == "cuda":
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        return "cuda" if half and width <= 256 and width % 8 == 0 else "math"
-    return "cpu" if query.device.type == "cpu" else "math"
+    if query.size(3) % (16 // query.itemsize) or value.size(3) % (16 // value.itemsize):
+        return "math"  # both kernels load 16 bytes at a time
+    return "flash" if query.itemsize == 2 and same and query.size(3) <= 256 else "efficient"
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -284,11 +285,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: f
         return result, logsumexp.to(
             torch.promote_types(query.dtype, torch.float32)
         )  # torch 2.11 traces float64's as float32
-    if kernel == "cuda":
+    if kernel == "flash":
         result, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, False, scale=scale
         )
         return result, logsumexp
+    if kernel == "efficient":
+        heads = _of_each_head(key, query), _of_each_head(value, query)
+        efficient = _aten._scaled_dot_product_efficient_attention
+        result, logsumexp, *_ = efficient(query, *heads, None, True, 0.0, is_causal, scale=scale)
+        return result, logsumexp.narrow(2, 0, query.size(2))  # its rows are padded
     scores, value = _scores(query, key, is_causal, scale), _of_each_head(value, query)
     logsumexp = scores.logsumexp(3)
     return (scores - logsumexp.unsqueeze(3)).exp().to(value.dtype) @ value, logsumexp
@@ -310,7 +316,7 @@ def _attend_backward(
         flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         of_query, of_key, of_value = flash(*operands, 0.0, is_causal, scale=scale)
         return of_query, of_key, of_value
-    if kernel == "cuda":
+    if kernel == "flash":
         operands = (*operands[:5], logsumexp.contiguous())  # the kernel takes rows to be dense
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.size(2), key.size(2))
@@ -318,6 +324,15 @@ def _attend_backward(
             *operands, *lengths, 0.0, is_causal, no_dropout, no_dropout, scale=scale
         )
         return of_query, of_key, of_value
+    if kernel == "efficient":
+        heads = _of_each_head(key, query), _of_each_head(value, query)
+        padded = F.pad(logsumexp, (0, -query.size(2) % 32))
+        no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+        efficient = _aten._scaled_dot_product_efficient_attention_backward
+        of_query, of_key, of_value, _ = efficient(
+            gradient, query, *heads, None, result, padded, no_dropout, no_dropout, 0.0, (True, True, True, False), is_causal, scale=scale
+        )  # fmt: skip
+        return of_query, _of_each_group(of_key, key), _of_each_group(of_value, value)
     wide = logsumexp.dtype
     gradient, result, keys = gradient.to(wide), result.to(wide), _of_each_head(key, query).to(wide)
     shares = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(3)).exp()

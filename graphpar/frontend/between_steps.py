@@ -3,24 +3,32 @@
 self.count += 1; return x * self.count      what the forward assigns and reads: seen in a second trace, which begins with it
 self.scale = self.scale * 2                 a tensor that the forward assigns and reads
 self.past[0] = x                            an element of a list or dict, or an attribute of an object, likewise
+self.cos = self.cos if self.n == n else f() a table that is kept: the second trace begins with its values, and must compute the same
 register_buffer("first", self.all[:4])      two buffers in one memory, of which one is written
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import os
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.branches import closure, computed
 from graphpar.ir.program import Program
+from graphpar.runtime.errors import RuntimeProgramError
 
 _HOW = "Make it a buffer with register_buffer, and write to it in place (persistent=False leaves it out of checkpoints)"
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -50,10 +58,13 @@ class Assigned:
 
 
 @contextlib.contextmanager
-def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
+def noted(model: nn.Module, into: list[Assigned], value_of: Callable[[Any], Any]) -> Iterator[None]:
     """Write to ``into`` which attributes of modules the block assigns, and which elements of lists, dicts and objects in them.
 
     Elements are put back at its end, where they changed; attributes are by :func:`attributes_kept`.
+
+    Args:
+        value_of: of a tensor of the trace, its values where each step computes the same.
     """
     before = [
         (module, {name: (value, _elements(value)) for name, value in _own(module).items()})
@@ -74,6 +85,8 @@ def noted(model: nn.Module, into: list[Assigned]) -> Iterator[None]:
                         _put(value, elements)
                 elif not _same(value, now):
                     into.append(Assigned(module, name, value, now))
+    if not all(each.is_tensor for each in into):
+        into[:] = [replace(each, after=tree_map(value_of, each.after)) for each in into]
 
 
 @contextlib.contextmanager
@@ -181,7 +194,9 @@ def _a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
     held = [(container, _elements(container) or {}) for container in containers]
     with attributes_kept(each.module for each in changed):
         for each in changed:
-            after = tree_map(_stand_in, each.after)
+            after = tree_map(
+                lambda leaf: torch.zeros((), dtype=leaf.dtype) if isinstance(leaf, FakeTensor) else leaf, each.after
+            )
             if each.key is _MISSING:
                 _assign(each.module, each.name, after)
             else:
@@ -203,12 +218,13 @@ def _replace(values: dict[Any, Any], key: Any, value: Any) -> None:
         values[key] = value
 
 
-def _stand_in(value: Any) -> Any:
-    return torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else value
+def check_same(
+    assigned: Sequence[Assigned], program: Program, trace: Callable[[], Program], state: Callable[[str], Tensor]
+) -> None:
+    """Refuse what the forward assigns where the next step, which ``trace`` traces, computes something else.
 
-
-def check_same(assigned: Sequence[Assigned], program: Program, trace: Callable[[], Program]) -> None:
-    """Refuse what the forward assigns where the next step, which ``trace`` traces, is another program.
+    Args:
+        state: gives the values of a parameter or buffer.
 
     Raises:
         GraphparError: it is.
@@ -219,30 +235,115 @@ def check_same(assigned: Sequence[Assigned], program: Program, trace: Callable[[
     later: Program | None = None
     with _a_step_later(changed), contextlib.suppress(Exception):  # what it fails at, the first step does not compute
         later = trace()
-    if later is None or _spelled(program.graph) != _spelled(later.graph):
-        first = changed[0]
+    if later is None or not (_spelled(program.graph) == _spelled(later.graph) or _is_same(program, later, state)):
+        unknown = (each for each in changed if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(each.after)))
+        first = next(unknown, changed[0])
         plain = all(isinstance(value, int | float) for value in (first.before, first.after))
         how = f" ({first.before} becomes {first.after})" if plain else ""
         raise GraphparError(
-            f"The model assigns its attribute {first} in the forward{how}, and computes something else then: a program would compute "
-            f"each step as the first. {_HOW}."
+            f"The model assigns its attribute {first} in the forward{how}, and then computes something different{_line_of(first)}: a "
+            f"program would compute each step like the first. {_HOW}."
         )
+
+
+def _line_of(assigned: Assigned) -> str:
+    """Return `` (model.py:12)``, the last line of the module's class that assigns the attribute or, where none does, names it."""
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        lines, first = inspect.getsourcelines(type(assigned.module))
+        found = [
+            node
+            for node in ast.walk(ast.parse(textwrap.dedent("".join(lines))))
+            if isinstance(node, ast.Attribute) and node.attr == assigned.name
+        ]
+        stored = [node for node in found if isinstance(node.ctx, ast.Store)]
+        if found:
+            file = os.path.basename(inspect.getsourcefile(type(assigned.module)) or "")
+            return f" ({file}:{first + max(node.lineno for node in stored or found) - 1})"
+    return ""
+
+
+def _is_same(program: Program, later: Program, state: Callable[[str], Tensor]) -> bool:
+    """Whether the graph of the next step is that of the first, but for values that it kept, which are those that the first computes."""
+    env: dict[fx.Node, Any] = {}
+
+    def leaf(node: fx.Node) -> Any:
+        name = str(node.target)
+        if node.op == "placeholder":
+            raise RuntimeProgramError("an input has other values in each step")
+        if name in program.subgraphs:
+            return program.subgraphs[name]
+        return program.constants[name] if name in program.constants else state(name)
+
+    def is_kept(mine: fx.Node, kept: Tensor) -> bool:
+        try:
+            value = computed(closure(program.graph, mine), leaf, env)
+        except (RuntimeProgramError, RuntimeError):
+            return False
+        return isinstance(value, Tensor) and value.dtype == kept.dtype and torch.equal(value.cpu(), kept.cpu())
+
+    ends = [*zip(_effects(program), _effects(later)), (program.graph.output_node(), later.graph.output_node())]
+    if len(_effects(program)) != len(_effects(later)):
+        return False
+    pending, seen = list(ends), set[tuple[fx.Node, fx.Node]]()
+    while pending:
+        mine, other = pair = pending.pop()
+        if pair in seen:
+            continue
+        seen.add(pair)
+        if other.op == "get_attr" and str(other.target) in later.constants and mine.target != other.target:
+            if not is_kept(mine, later.constants[str(other.target)]):
+                return False
+            continue
+        if (mine.op, str(mine.target)) != (other.op, str(other.target)) or _form(mine) != _form(other):
+            return False
+        pending += zip(mine.all_input_nodes, other.all_input_nodes)
+    return True
+
+
+def _effects(program: Program) -> list[fx.Node]:
+    """Return the operators that write, but to what neither inputs nor state are in."""
+    state = program.parameters.keys() | program.buffers.keys()
+    writing = [node for node in program.graph.nodes if _mutates(node)]
+    return [
+        node
+        for node in writing
+        if any(
+            each.op == "placeholder" or (each.op == "get_attr" and str(each.target) in state)
+            for each in closure(program.graph, node)
+        )
+    ]
+
+
+def _form(node: fx.Node) -> tuple[str, int]:
+    """Return a node's arguments, with places for other nodes, which each argument has once."""
+    shown = fx.map_arg((node.args, dict(node.kwargs)), lambda used: _Place(node.all_input_nodes.index(used)))
+    return str(shown), len(node.all_input_nodes)
+
+
+class _Place(int):
+    """A node in the text of an operator."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
 
 
 def _spelled(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
 
 
-def _written(program: Program) -> list[str]:
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+def _written_buffers(program: Program) -> list[str]:
     """Return the buffers that operators write, or what was made of them: what follows by first operands counts."""
     names = []
     for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
         source: Any = node
         while isinstance(source, fx.Node) and source.op == "call_function":
             source = source.args[0] if source.args else None
-        mutable = node.op == "call_function" and schema is not None and schema.is_mutable
-        if mutable and isinstance(source, fx.Node) and str(source.target) in program.buffers:
+        if _mutates(node) and isinstance(source, fx.Node) and str(source.target) in program.buffers:
             names.append(str(source.target))
     return names
 
@@ -253,7 +354,7 @@ def check_memory(program: Program, model: nn.Module) -> None:
     Raises:
         GraphparError: there is one.
     """
-    written = _written(program)
+    written = _written_buffers(program)
     if not written:
         return
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
@@ -263,6 +364,6 @@ def check_memory(program: Program, model: nn.Module) -> None:
         for other, place in places.items():
             if name in memory and memory[other] == memory[name] and place != places[name]:
                 raise GraphparError(
-                    f"The model writes the buffer {name!r} in place, which shares memory with {other!r}: a program has each of them by "
-                    "itself, so the other would keep its value. Register one of them, and take the other from it in the forward."
+                    f"The model writes the buffer {name!r} in place, which shares memory with {other!r}: a program stores each separately, "
+                    "so the other would keep its value. Register one of them, and take the other from it in the forward."
                 )

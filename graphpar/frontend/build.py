@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.unsupported_calls import OffMeta, is_on_meta, off_meta
-from graphpar.runtime.deferred import Recorder
+from graphpar.frontend.trace_guards import OffMeta, is_on_meta, off_meta
+from graphpar.runtime.stages.deferred import Recorder
 
 ModelLike = nn.Module | Callable[[], nn.Module]
 
@@ -65,9 +65,18 @@ def _built(
         with recorder.building(SEED), as_on:
             return _checked(factory()), fake, recorder
     except Exception:
-        with torch.random.fork_rng(devices=[]), as_on:
-            torch.manual_seed(SEED)
-            return _checked(factory()), None, None
+        return build_for_real(factory, as_on)
+
+
+def build_for_real(
+    factory: ModelLike, as_on: contextlib.AbstractContextManager[object] | None = None
+) -> tuple[nn.Module, FakeTensorMode | None, Recorder | None]:
+    """Return the module that ``factory`` makes, with memory and values."""
+    if isinstance(factory, nn.Module):
+        return unwrapped(factory), None, None
+    with torch.random.fork_rng(devices=[]), as_on or contextlib.nullcontext():
+        torch.manual_seed(SEED)
+        return _checked(factory()), None, None
 
 
 def _checked(built: Any) -> nn.Module:

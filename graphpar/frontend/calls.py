@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from graphpar.frontend.modes import FunctionMode
+from graphpar.frontend.trace_guards import FunctionMode
 
 _QUERIES = frozenset(
     (
@@ -198,7 +198,7 @@ class Recorder(Watch):
     def _result(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             if type(leaf) not in PLAIN:
-                raise NotRepeatedError(f"a function returns a {type(leaf).__name__} beside a tensor")
+                raise NotRepeatedError(f"a function returns a {type(leaf).__name__} and a tensor")
             return leaf
         known = self.names.get(id(leaf))
         if known is not None:
@@ -268,5 +268,5 @@ class _NoOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, for a trace that is given up."""
-        self.player.failure = self.player.failure or NotRepeatedError(f"{func} is run beside calls")
+        self.player.failure = self.player.failure or NotRepeatedError(f"{func} is run between calls")
         return self.player.beside(func, args, kwargs or {})

@@ -19,47 +19,54 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_unflatten
 
-from graphpar.codegen.operators import check_function
-from graphpar.errors import GraphparError
-from graphpar.frontend.adapters import with_adapters
+from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.frontend.between_steps import attributes_kept, check_memory, check_same, check_tensors, noted
-from graphpar.frontend.build import Built, build
+from graphpar.frontend.branches import Branches, Values, with_rows
+from graphpar.frontend.build import Built, build, build_for_real
 from graphpar.frontend.calls import NotRepeatedError
-from graphpar.frontend.equal_masks import EqualMasks
+from graphpar.frontend.checkpoint_regions import Regions, plain_regions
 from graphpar.frontend.evaluation import always_on, difference, may_differ
-from graphpar.frontend.exported import to_program
+from graphpar.frontend.exported import NeedsValuesError, to_program
 from graphpar.frontend.fixed_size import mark_batch
-from graphpar.frontend.generation import of_tokens, token_choice
-from graphpar.frontend.identical_modules import siblings
-from graphpar.frontend.inputs import Request, check_batch, make_request
-from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
-from graphpar.frontend.pretrained import pretrained_of
-from graphpar.frontend.regions import Regions, plain_regions
-from graphpar.frontend.repeated import Repetitions, repeated
+from graphpar.frontend.pretrained import pretrained_of, token_choice, with_adapters
+from graphpar.frontend.repeated import Repetitions, repeated, siblings
 from graphpar.frontend.repetitions import expand
-from graphpar.frontend.unsupported_calls import (
+from graphpar.frontend.signature import (
+    Request,
+    check_batch,
+    make_request,
+    named_outputs,
+    note_scalars,
+    of_tokens,
+    own_loss,
+)
+from graphpar.frontend.trace_guards import (
     COLLECTIVE_MODULES,
     DataAsDetached,
+    EqualMasks,
     OffMeta,
+    assignments_as_writes,
+    check_averages,
     check_backward_hooks,
     check_collectives,
     collective,
+    custom_backwards_kept,
     masks_as_given,
     refuse_collective,
     unusual_apart,
 )
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, batch_coefficients
-from graphpar.ir.source import in_loop, stack_line, user_line
-from graphpar.operators.functions import opaque_apply, plain_apply, refusal
-from graphpar.quiet_torch import torch_is_quiet
-from graphpar.runtime.modes import GENERATE, INFER, MODES, TRAIN
-from graphpar.runtime.torch_versions import functions_applied_by, least_multiples, lines_kept
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients
+from graphpar.ir.source import in_loop, user_line
+from graphpar.runtime.option_kinds import GENERATE, INFER, MODES, TRAIN
+from graphpar.runtime.stages.initialise import other_generators
+from graphpar.runtime.torch_versions import least_multiples, lines_kept
+from graphpar.text import listed
 
 
 def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
@@ -70,7 +77,14 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     """
     if source.mode not in (None, *MODES):
         raise GraphparError(f"mode is {source.mode!r}; it must be one of {', '.join(MODES)}.")
-    built = build(source.model)
+    try:
+        return _capture(source, build(source.model), batch_dims)
+    except NeedsValuesError:
+        return _capture(source, build_for_real(source.model), batch_dims)
+
+
+def _capture(source: ModelSource, built: Built, batch_dims: Mapping[str, int | None] | None) -> Program:
+    """Trace what was built of the model of ``source``, in the dtype that is asked for or decided."""
     if source.mode == GENERATE:
         source, batch_dims = of_tokens(source, built[0], batch_dims)
     if source.precision.dtype != AUTO:
@@ -87,7 +101,8 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     request = make_request(source, *built, batch_dims)
     program = _in_right_mode(request)
     check_memory(program, request.model)
-    check_same(tuple(request.assigned), program, functools.partial(_trace, request))
+    values = Values(request.model, request.recorder, ())
+    check_same(tuple(request.assigned), program, functools.partial(_trace, request), values.tensor)
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
@@ -107,7 +122,9 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     return program
 
 
-NOT_COMPARED = "the program can't evaluate: the model was traced in training alone, since a second trace takes time; compile it with --eval"
+NOT_COMPARED = (
+    "the program can't evaluate: the model was traced only in training mode, to save time; compile it with --eval"
+)
 
 
 def _no_eval(request: Request, program: Program) -> str | None:
@@ -143,17 +160,16 @@ def _modes(request: Request) -> Iterator[str]:
     """Warn of modules that are in evaluation mode while the model trains, and of those that were built so."""
     built = _outermost_still(request.model) if request.model.training else {}
     if request.still:
-        yield f"The model's train() leaves {_listed(request.still)} in evaluation mode, and so does the program while it trains."
+        yield f"The model's train() leaves {_with_classes(request.still)} in evaluation mode, and so does the program while it trains."
     if woken := {name: kind for name, kind in built.items() if name not in request.still}:
         yield (
-            f"{_listed(woken)} was built in evaluation mode, and model.train() ends that, which a program that trains calls; give "
-            "the model a train() that leaves it so, where that is meant."
+            f"{_with_classes(woken)} was built in evaluation mode, and model.train(), which a training program calls, ends that; give "
+            "the model a train() that keeps it, if that is intended."
         )
 
 
-def _listed(modules: Mapping[str, str]) -> str:
-    names = [f"{name} ({kind})" for name, kind in modules.items()]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _with_classes(modules: Mapping[str, str]) -> str:
+    return listed([f"{name} ({kind})" for name, kind in modules.items()], 4)
 
 
 def _with_own_loss(request: Request) -> Program:
@@ -161,24 +177,13 @@ def _with_own_loss(request: Request) -> Program:
     program = _trace(request)
     if request.scalar is None:
         return program
-    if any(node.op == "placeholder" for node in _ancestors(program.graph)):
+    if any(node.op == "placeholder" for node in ancestors(program.graph.output_node())):
         return program.warn(
-            f"{request.scalar} is taken as the loss, as the only scalar that the model returns which needs a gradient. Give loss_fn to say "
-            "what the loss is, or mode 'infer' (--mode infer) for inference."
+            f"{request.scalar} is used as the loss: the model returns no other scalar that needs a gradient. Give loss_fn to choose "
+            "another loss, or mode 'infer' (--mode infer) for inference."
         )
     request.scalar, request.takes_scalar = None, False  # a parameter that is returned, such as a temperature
     return _trace(request)
-
-
-def _ancestors(graph: fx.Graph) -> set[fx.Node]:
-    """All nodes that the graph's result is computed from."""
-    found: set[fx.Node] = set()
-    waiting = [node for node in graph.nodes if node.op == "output"]
-    while waiting:
-        fresh = set(waiting.pop().all_input_nodes) - found
-        found |= fresh
-        waiting += fresh
-    return found
 
 
 def _inference_meant(request: Request) -> str:
@@ -186,11 +191,11 @@ def _inference_meant(request: Request) -> str:
     given = f"it returns {', '.join(request.output_names)}"
     how = "loss_fn = lambda output, target: ..., with example targets"
     if request.scalars:
-        given = f"{', '.join(request.scalars)} are scalars that need a gradient, and one would have to be named"
+        given = f"{', '.join(request.scalars)} are scalars that need a gradient, and none is marked as the loss"
         how = f"loss_fn = lambda output: {request.scalars[-1]}"
     return (
-        f"The program is for inference, since the model returns no loss: {given}. To train it give a loss, such as {how}; where "
-        "inference is meant, say so with mode 'infer' (--mode infer)."
+        f"The program is for inference, since the model returns no loss: {given}. To train it give a loss, such as {how}; if "
+        "inference is intended, set mode 'infer' (--mode infer)."
     )
 
 
@@ -200,35 +205,53 @@ def _inference_meant(request: Request) -> str:
 class _Traced(nn.Module):
     """The model with its loss, over a flat list of input leaves."""
 
-    def __init__(self, request: Request, repetitions: Repetitions | None) -> None:
+    def __init__(self, request: Request, repetitions: Repetitions | None, values: Values) -> None:
         super().__init__()
         self.model = request.model
+        object.__setattr__(self, "values", values)
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "repetitions", repetitions)
 
     def forward(self, *tensors: Tensor) -> Any:
         """Return the loss as a tuple of one, or the tensors of the model's output."""
         request = cast(Request, self.request)
-        feed = iter(tensors)
+        feed, shapes = iter(tensors), [tensor.shape for tensor in tensors]
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
         dtype = request.precision.cast_to
+        values = cast(Values, self.values)
+        values.begin(request.model, tensors)
         args, kwargs = cast_floating((args, kwargs), dtype)
         with (
-            _assignments_as_writes(request.model),
-            noted(request.model, request.assigned),
-            _once(self),
+            assignments_as_writes(request.model),
+            noted(request.model, request.assigned, values.fixed),
+            repeated(request.model, cast(Any, self.repetitions)),
             EqualMasks(),
             OffMeta(),
             DataAsDetached(),
+            Branches(values),
             _losses(dtype),
         ):
+            generators = other_generators()
             output = self.model(*args, **kwargs)
+            for name, (state, _) in other_generators().items():
+                if name in generators and state != generators[name][0]:
+                    raise GraphparError(
+                        f"The model's forward draws from {name}, as to leave out a layer, and a trace has what it drew once. Draw from "
+                        "torch, and multiply by what is drawn (stochastic depth), or set that probability to 0."
+                    )
+        given = [name for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, Tensor)]
+        for name, tensor, before in zip(given, tensors, shapes):
+            if tensor.shape != before:
+                raise GraphparError(
+                    f"The model changes the shape of the input {name!r} in place (unsqueeze_, transpose_ or the like), and the caller's "
+                    "tensor with it; use the result of unsqueeze or transpose instead."
+                )
         if request.training and dtype is not None:
             output = in_full(output)
         if request.training:
             if request.loss_fn is not None:
-                with EqualMasks(), OffMeta(), DataAsDetached(), _losses(dtype, parameters=True):
+                with EqualMasks(), OffMeta(), DataAsDetached(), Branches(values), _losses(dtype, parameters=True):
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
@@ -251,10 +274,6 @@ class _Traced(nn.Module):
         named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)
-
-
-def _once(traced: _Traced) -> contextlib.AbstractContextManager[object]:
-    return repeated(traced.model, cast(Any, traced.repetitions))
 
 
 def _losses(dtype: torch.dtype | None, parameters: bool = False) -> contextlib.AbstractContextManager[object]:
@@ -318,8 +337,8 @@ def _retrace(request: Request, why: Exception | None, size: int, whole: int | No
     program = _trace_static(request, size, why, other_size=whole if size != whole else None)
     if program.unsplittable is not None:
         raise GraphparError(
-            f"The model is another one for microbatches of {size} rows: {program.unsplittable}. Make what it does independent of the "
-            "number of rows, or give an example of the global batch and run that whole: one microbatch, and no replicas."
+            f"The model differs for microbatches of {size} rows: {program.unsplittable}. Make it independent of the number of "
+            "rows, or give an example of the global batch and run it unsplit: one microbatch, and no replicas."
         )
     return program
 
@@ -347,9 +366,9 @@ def _export(request: Request, size: int, *, symbolic: bool, evaluates: bool = Fa
 def _exported(
     request: Request, size: int, repetitions: Repetitions | None, *, symbolic: bool, evaluates: bool
 ) -> tuple[ExportedProgram, Regions]:
-    traced = _Traced(request, repetitions)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
+    rows: list[Tensor | None] = []
     trace_size = max(2, size // 2 if request.module_mode == GENERATE else size) if symbolic else size
     longest = max(3, request.batch - 1) if request.module_mode == GENERATE else None  # tables of positions have no more
     batch = Dim("batch", min=2, max=longest) if symbolic else None
@@ -359,8 +378,11 @@ def _exported(
         shape = list(leaf.shape)
         if dim is not None:
             shape[dim] = trace_size
-        example.append(_example(leaf, shape, request.mode))
+        with request.mode or contextlib.nullcontext():  # a new tensor each: torch.export merges one that is given twice
+            example.append(torch.zeros(shape, dtype=leaf.dtype))
+        rows.append(with_rows(leaf, dim, trace_size))
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
+    traced = _Traced(request, repetitions, Values(request.model, request.recorder, rows))
     training = [module.training for module in traced.modules()]
     regions = Regions(request.model, request.training)
     with (
@@ -368,14 +390,14 @@ def _exported(
         torch_is_quiet(),
         _in_mode(request, "infer" if evaluates else request.module_mode),
         computed_in(request.model, request.precision.cast_to),
-        _watch_backwards(request.training),
+        custom_backwards_kept(request.training),
         plain_regions(regions),
         lines_kept(request.loss_fn),
         least_multiples(),
         masks_as_given(),
     ):
         warnings.simplefilter("ignore")
-        _check_averages(request.model)
+        check_averages(request.model)
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
         )
@@ -383,15 +405,6 @@ def _exported(
     check_tensors(request.assigned, exported.constants)
     check_collectives(exported)
     return exported, regions
-
-
-def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Tensor:
-    """A new tensor for each input: torch.export merges one object that is given twice into one graph input."""
-    make = functools.partial(torch.zeros, shape, dtype=leaf.dtype, requires_grad=False)
-    if mode is None:
-        return make()
-    with mode:
-        return make()
 
 
 @contextlib.contextmanager
@@ -409,90 +422,6 @@ def _outermost_still(model: nn.Module) -> dict[str, str]:
     """Return modules in evaluation mode that are in no other such module, each with its class."""
     still = {name: type(module).__name__ for name, module in model.named_modules() if not module.training}
     return {name: kind for name, kind in still.items() if name and name.rpartition(".")[0] not in still}
-
-
-@contextlib.contextmanager
-def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
-    """Turn ``self.count = self.count + 1`` into a write of the buffer; a trace would lose it in all modules but the outermost."""
-    before = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    yield
-    for module, name, buffer in before:
-        assigned = module._buffers[name]
-        if assigned is buffer:
-            continue
-        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
-            raise GraphparError(
-                f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype."
-            )
-        module._buffers[name] = buffer
-        buffer.copy_(assigned.detach())
-
-
-def _check_averages(model: nn.Module) -> None:
-    """Refuse cumulative averages: they weigh each batch by a number read from a buffer, which a trace would fix."""
-    for name, module in model.named_modules():
-        averages = (
-            isinstance(module, nn.modules.batchnorm._NormBase)
-            and module.track_running_stats
-            and module.momentum is None
-        )
-        if averages and module.training:
-            raise GraphparError(
-                f"{type(module).__name__} {name!r} has momentum=None: its running statistics are averages over all steps so far, weighted "
-                "by a number that is read from a buffer in each step, which a trace can't follow. Give it a momentum (0.1 is torch's "
-                "default), or keep it in evaluation mode in the train() of the model."
-            )
-
-
-@contextlib.contextmanager
-def _watch_backwards(training: bool) -> Iterator[None]:
-    """Keep custom backwards, which a trace would silently lose."""
-    inside = False  # of a custom function
-    functions: Any = torch.autograd.function
-    transformed = functions.custom_function_call
-    # autograd.grad, backward, vjp and jvp all call these. The public functions can't be replaced: Dynamo has them in a table, by object.
-    autograd: Any = torch.autograd
-    transforms: Any = torch._functorch.eager_transforms
-    backward, jvp = autograd._engine_run_backward, transforms.jvp_increment_nesting
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside or not training or cls.__module__.startswith("torch."):
-            return plain_apply(cls, *args, **kwargs)
-        if kwargs:
-            raise refusal(cls, f"has keyword-only arguments ({', '.join(kwargs)})")
-        check_function(cls)
-        inside = True
-        try:
-            return opaque_apply(cls, args)
-        finally:
-            inside = False
-
-    def under_transforms(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if training and isinstance(cls, type) and not cls.__module__.startswith("torch."):
-            raise refusal(cls, "is called under torch.func or torch.vmap, where a trace would lose its backward")
-        return transformed(cls, *args, **kwargs)
-
-    def differentiates(*args: Any, **kwargs: Any) -> Any:
-        place = stack_line()
-        raise GraphparError(
-            f"The model computes gradients in its forward{f' ({place})' if place else ''} (autograd.grad, backward or torch.func). A trace "
-            "records only forward operators, so these gradients would be constants in the program; write the derivative out."
-        )
-
-    functions.custom_function_call = under_transforms
-    autograd._engine_run_backward = transforms.jvp_increment_nesting = differentiates
-    try:
-        with functions_applied_by(apply):
-            yield
-    finally:
-        functions.custom_function_call = transformed
-        autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 
 
 def _explained(error: Exception, request: Request) -> GraphparError:
@@ -517,7 +446,7 @@ def _explained(error: Exception, request: Request) -> GraphparError:
             advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing"
         return GraphparError(
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
-            f"{advice}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})"
+            f"{advice}" + (f": {place}." if place else f". ({kind}: {_first_line(error)})")
         )
     mixed = ""
     if to is not None and "dtype" in text:

@@ -4,10 +4,9 @@
                                                                      ├─ yes ──► the stored program, and what is kept of the model file
                                                                      └─ no ───► import the model file, trace, and store
 
-An entry is taken only if every file that was read, every path that was asked for, and every variable of the environment that was read
-while the model was imported, built and traced is as it was; see :mod:`graphpar.frontend.file_dependencies`. ``GRAPHPAR_CACHE`` names
-another folder; empty, nothing is kept. A model file whose import does more than define names is imported in each run; see
-:mod:`graphpar.frontend.effects`.
+An entry is of one environment and one set of installed packages, and is taken only if every file that was read and every path that was
+asked for while the model was imported, built and traced is as it was (:mod:`graphpar.frontend.file_dependencies`). ``GRAPHPAR_CACHE``
+names another folder; empty, nothing is kept. A model file whose import does more than define names is imported in each run.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten
 
-from graphpar.frontend.effects import EFFECTS
-from graphpar.frontend.file_dependencies import OBSERVED, Facts
-from graphpar.frontend.kept_file import described, inputs_described, kept
+from graphpar.frontend.file_dependencies import OBSERVED, Facts, surroundings
 from graphpar.frontend.modelfile import ModelFile, load_model_file, named_as_file
 from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.ir.precision import Precision
@@ -38,6 +39,9 @@ VARIABLE = "GRAPHPAR_CACHE"
 MOST_ENTRIES = 64
 MOST_BYTES = 2**28
 """Larger captures are not kept."""
+
+_FUNCTIONS = ("model", "loss_fn", "optimizer")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 Capture = Callable[[ModelSource, Mapping[str, int | None] | None], Program]
 """Traces a model; :func:`graphpar.frontend.capture.capture`."""
@@ -61,7 +65,7 @@ class _Entry:
     Attributes:
         facts: what it depended on.
         inputs: the example inputs, described.
-        file: what is kept of the model file; None where each run imports it.
+        file: the model file's content without its functions, pickled; None where each run imports it.
         precision: the dtypes that were decided.
         program: the program, stored.
     """
@@ -95,9 +99,9 @@ class CaptureCache:
         Raises:
             GraphparError: there is no such model file, or it can't be imported.
         """
-        self.folder = folder
         self.hit, self.why_not = False, None if folder is not None else "no folder is kept"
-        self._model, self._path = model, Path(model) if named_as_file(model) else None
+        self._model, self._folder = model, folder
+        self._surroundings = None if folder is None else surroundings()  # as they are before an import may change them
         self._random = torch.get_rng_state()
         self._imported: ModelFile | None = None
         self._entries: dict[Path, _Entry | None] = {}
@@ -115,15 +119,17 @@ class CaptureCache:
             source = replace(
                 source, model=file.model, args=file.args, kwargs=file.kwargs, loss_fn=file.loss_fn, targets=file.targets
             )
-        inputs = inputs_described(source.args, source.kwargs, source.targets, batch_dims)
+        inputs = _input_signature(
+            (source.args, dict(source.kwargs), source.targets, sorted((batch_dims or {}).items()))
+        )
         same = entry is not None and entry.inputs == inputs
         if entry is not None and same and (program := self._program(entry, source)) is not None:
             return program
-        kept_file = None if EFFECTS.why is not None else described(self._import())
+        content = None if OBSERVED.effect is not None else _without_functions(self._import())
         with OBSERVED.watching():
             program = trace(source, batch_dims)
         if place is not None:
-            self._store(place, inputs, kept_file, program)
+            self._store(place, inputs, content, program)
         return program
 
     def _import(self) -> ModelFile:
@@ -139,26 +145,36 @@ class CaptureCache:
             return self._import()
 
     def _kept(self, entry: _Entry | None) -> ModelFile | None:
-        """Return what is kept of the model file; None where it has to be imported."""
+        """Return what is kept of the model file, with functions that import it when they are called; None where it has to be imported."""
         if entry is None or entry.file is None:
             return None
-        with contextlib.suppress(Exception):  # a value of a class that is the model file's own
-            return kept(entry.file, self._path, None if self._path else str(self._model), self._import_late)
-        return None
+        try:
+            file: ModelFile = pickle.loads(entry.file)
+        except Exception:  # a value of a class that is the model file's own
+            return None
+
+        def late(name: str) -> Any:
+            return lambda *arguments: getattr(self._import_late(), name)(*arguments)
+
+        functions = {name: late(name) for name in _FUNCTIONS if getattr(file, name)}
+        as_file = named_as_file(self._model)  # by whatever path it is named now
+        path, reference = (Path(self._model), None) if as_file else (file.path, str(self._model))
+        return replace(file, **functions, path=path, reference=reference, importer=self._import_late)
 
     def _place(self, precision: Precision, mode: str | None, evaluates: bool) -> Path | None:
         """Return the file of the entry, named by what was asked; None where nothing is kept."""
-        if self.folder is None:
+        if self._folder is None:
             return None
-        asked = (
-            self._model if self._path is None else self._path.resolve(), os.getcwd(), sys.path, precision, mode, evaluates, sys.version,
-            sys.flags, torch.__version__, torch.get_default_dtype(), torch.cuda.device_count(), os.cpu_count(),
+        requested = (
+            Path(self._model).resolve() if named_as_file(self._model) else self._model, os.getcwd(), sys.path, self._surroundings,
+            precision, mode, evaluates, sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
+            torch.cuda.device_count(), os.cpu_count(),
         )  # fmt: skip
-        return self.folder / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.capture"
+        return self._folder / f"{hashlib.sha256(repr(requested).encode()).hexdigest()[:32]}.capture"
 
     def _entry(self, place: Path | None) -> _Entry | None:
         if place is not None and place not in self._entries:
-            self._entries[place] = _read(place)
+            self._entries[place] = _read_entry(place)
         return None if place is None else self._entries[place]
 
     def _program(self, entry: _Entry, source: ModelSource) -> Program | None:
@@ -190,7 +206,37 @@ class CaptureCache:
                 _write(place, content)
 
 
-def _read(place: Path) -> _Entry | None:
+def _without_functions(file: ModelFile) -> bytes | None:
+    """Pickle a model file's content, with whether there is each function; None where it holds what only an import makes."""
+    if isinstance(file.model, nn.Module) or file.passes is not None:
+        return None
+    marks: dict[str, Any] = {name: getattr(file, name) is not None or None for name in _FUNCTIONS}
+    try:
+        return pickle.dumps(replace(file, **marks))
+    except Exception:  # a value of a kind that can't be stored
+        return None
+
+
+def _input_signature(inputs: Any) -> str | None:
+    """Describe example inputs by shapes, dtypes and content; None where that can't be done."""
+    leaves, spec = tree_flatten(inputs)
+    texts = [_leaf(leaf) for leaf in leaves]
+    return None if None in texts else repr((texts, str(spec)))
+
+
+def _leaf(leaf: Any) -> str | None:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, _PLAIN) else None
+    if type(leaf) not in (Tensor, FakeTensor, nn.Parameter) or leaf.layout is not torch.strided:
+        return None
+    kind = f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device} {tuple(leaf.stride())} {leaf.requires_grad}"
+    if isinstance(leaf, FakeTensor) or leaf.is_meta:
+        return kind
+    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{kind} {hashlib.sha256(content).hexdigest()}"
+
+
+def _read_entry(place: Path) -> _Entry | None:
     """Return the entry; None where there is none of one's own, or it does not hold any more.
 
     It is unpickled, which can run code, so it has to be a file that nobody else can have written, and that no link brought here.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpar.ir.program import operator_name, where
+from graphpar.ir.program import named_arguments, operator_name, where
 
 _MODE = {"batch_norm": "training", "scaled_dot_product_attention": "dropout_p"}
 """Which argument of an operator follows the mode, where the printed code follows it too."""
@@ -32,7 +32,7 @@ def always_on(evaluated: fx.Graph) -> str | None:
     for node in evaluated.nodes:
         name = operator_name(node) if node.op == "call_function" else ""
         if name in _MODE:
-            options = _by_name(node)
+            options = named_arguments(node)
             if (
                 not options[_MODE[name]] or options.get("running_mean", node) is None
             ):  # BatchNorm that has no other statistics
@@ -57,8 +57,8 @@ def difference(trained: fx.Graph, evaluated: fx.Graph) -> str | None:
             node = one[0] or two[0]
             assert node is not None
             return (
-                f"the program can't evaluate: in evaluation mode the model computes something else than in training, beside dropout and "
-                f"BatchNorm, at {operator_name(node)}{where(node)}; compile it with --mode infer for that"
+                f"the program can't evaluate: in evaluation mode the model differs from training in more than dropout and BatchNorm, "
+                f"at {operator_name(node)}{where(node)}; compile it with --mode infer for that"
             )
     return None
 
@@ -79,19 +79,12 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node | None, str]]:
         if name in ("add", "add_") and str(known.get(arguments[0])).endswith("num_batches_tracked"):
             continue
         if name in _MODE:
-            arguments, options = [], _by_name(node)
+            arguments, options = [], named_arguments(node)
             del options[_MODE[name]]
         known[node] = len(calls)
         shown = torch.fx.node.map_arg((tuple(arguments), options), lambda used: _Place(known[used]))
         calls.append((node, f"{name}{shown}"))
     return calls
-
-
-def _by_name(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by their names; traces leave those out that end it and have their default."""
-    named = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: value for argument, value in zip(named, node.args)} | node.kwargs
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in named}
 
 
 class _Place(str):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,17 +21,23 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.branches import flag, free_flag, marked
 from graphpar.frontend.build import SEED
+from graphpar.frontend.checkpoint_regions import Regions
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
-from graphpar.frontend.inputs import Request
 from graphpar.frontend.precision import cast_parameters
-from graphpar.frontend.regions import Regions
+from graphpar.frontend.signature import Request
 from graphpar.ir.precision import Precision
-from graphpar.ir.program import Input, Output, Program, TensorInfo, is_plain, memory_of, size_coefficient
+from graphpar.ir.program import Branch, Input, Output, Program, TensorInfo, is_plain, memory_of, size_coefficient
 from graphpar.ir.source import source_of
-from graphpar.runtime.batches import PLAIN
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.modes import GENERATE, INFER, TRAIN
+from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
+from graphpar.runtime.stages.batches import PLAIN
+from graphpar.text import is_below
+
+
+class NeedsValuesError(GraphparError):
+    """The model must be built with values, since the program holds some that can't be computed alone."""
 
 
 def to_program(
@@ -55,7 +61,8 @@ def to_program(
     parameters, stored = _as_read(model, parameters, request.precision.resolved(mode))
     buffers = _buffers(model)
     placeholders, constants = _lifted(exported)
-    graph = _unlifted_graph(exported, placeholders, request, ties)
+    branches: dict[str, Branch] = {}
+    graph = _unlifted_graph(exported, placeholders, request, ties, {*parameters, *buffers}, branches)
     shared = _shared_buffers(model, graph)
     regions.check(graph)
     buffers = {name: info for name, info in buffers.items() if not any(name in names[1:] for names in shared)}
@@ -72,7 +79,9 @@ def to_program(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )
     read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    values, drawn = _values(request, constants, buffers, read)
+    values, drawn = _lifted_values(request, constants, buffers, read)
+    buffers |= {name: TensorInfo((), torch.bool, False, False, "buffer") for name in branches}
+    values |= {name: torch.zeros((), dtype=torch.bool) for name in branches}
     program = Program(
         name=type(model).__name__,
         mode=mode,
@@ -86,7 +95,10 @@ def to_program(
         batch=size or request.batch,
         symbolic=symbolic,
         unsplittable=None if symbolic else "unknown",
-        module_classes={name: _class_name(module) for name, module in model.named_modules(remove_duplicate=False)},
+        module_classes={
+            name: f"{type(module).__module__}.{type(module).__qualname__}"
+            for name, module in model.named_modules(remove_duplicate=False)
+        },
         subgraphs={
             name: module
             for name, module in exported.graph_module.named_children()
@@ -95,7 +107,9 @@ def to_program(
         stored=stored,
         plain={name: leaf for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, PLAIN)},
         regions=tuple(dict.fromkeys(regions.paths)),
+        branches=branches,
     )
+    program = program.warn(*_branch_lines(branches.values()))
     if drawn:
         names = ", ".join(drawn)
         program = program.warn(
@@ -103,6 +117,20 @@ def to_program(
             f"torch.manual_seed({SEED}). Register it without persistent=False to keep what a run began with."
         )
     return program
+
+
+def _branch_lines(branches: Iterable[Branch]) -> Iterator[str]:
+    """Say which branches on values the program has; a line in several modules once."""
+    modules: dict[Branch, list[str]] = {}
+    for branch in branches:
+        modules.setdefault(replace(branch, module=""), []).append(branch.module)
+    for branch, names in modules.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        place = ", ".join(filter(None, (names[0] + more, branch.line)))
+        yield (
+            f"`{branch.condition}`{f' ({place})' if place else ''} is {branch.taken} for the example inputs: the program has this branch "
+            "alone, checks it in every microbatch, and ends a step with an error where it is another."
+        )
 
 
 def _value_range(leaf: Tensor) -> tuple[int, int]:
@@ -121,10 +149,6 @@ def _batch_dim(node: Any) -> int | None:
     if known is None and isinstance(value, Tensor):
         known = tuple(size_coefficient(size) for size in value.shape)
     return next((dim for dim, coefficient in enumerate(known or ()) if coefficient is not None), None)
-
-
-def _class_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...]]:
@@ -218,10 +242,16 @@ def _unlifted_graph(
     placeholders: dict[str, tuple[InputKind, str]],
     request: Request,
     ties: tuple[tuple[str, ...], ...],
+    known: set[str],
+    branches: dict[str, Branch],
 ) -> fx.Graph:
     """The exported graph with parameters and buffers as ``get_attr`` and inputs under the user's names.
 
     torch.export merges tied parameters into one input. Each use gets back the name that its own module gives it.
+
+    Args:
+        known: the names of parameters and buffers.
+        branches: filled with those that the trace has marked.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -259,6 +289,20 @@ def _unlifted_graph(
             graph.output(fx.map_arg(node.args[0], functools.partial(mapped, user=node)))
             continue
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), functools.partial(mapped, user=node))
+        if (mark := marked(node)) is not None:
+            meta = {key: value for key, value in kept_meta(node, stacks).items() if key != "val"}
+            module = meta["module_stack"][-1][0] if meta["module_stack"] else ""
+            name = free_flag(module, known | branches.keys())
+            branches[name] = Branch(module, mark[2], mark[1], mark[0])
+            condition = mapped(node.args[0], node)
+            with _inserted_after_inputs(graph, attributes):
+                attributes[name] = graph.get_attr(name)
+            attributes[name].meta = {
+                "val": torch.zeros_like(condition.meta["val"]),
+                "module_stack": meta["module_stack"],
+            }
+            flag(graph, condition, attributes[name], mark[0], meta)
+            continue
         numbers = node.meta.get(NUMBERS, {})
         sizes = {place: _batch_number(graph, request, env, inputs, factor) for place, factor in numbers.items()}
         env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
@@ -301,7 +345,7 @@ def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...
     """Choose, of a tied parameter's names, that in the module which uses it: the innermost of ``stack`` that has one."""
     for path, _, _ in reversed(stack):
         for name in names:
-            if path and name.startswith(path + "."):
+            if path and is_below(name, path):
                 return name
     return names[0]
 
@@ -324,7 +368,7 @@ def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str,
     return meta
 
 
-def _values(
+def _lifted_values(
     request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo], read: set[str]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return values of lifted constants and of non-persistent buffers, and the names of those ``read`` that are drawn at random.
@@ -332,19 +376,19 @@ def _values(
     Raises:
         GraphparError: one has no values; or it is read, and has whatever its memory held.
     """
-    wanted: dict[str, Any] = dict(lifted)
+    required: dict[str, Any] = dict(lifted)
     for name, info in buffers.items():
         if not info.persistent:
-            wanted[name] = request.model.get_buffer(name)
-    constants_of = {name: getattr(value, "constant", None) for name, value in wanted.items()}
+            required[name] = request.model.get_buffer(name)
+    constants_of = {name: getattr(value, "constant", None) for name, value in required.items()}
     known = {name: value for name, value in constants_of.items() if value is not None}
-    unknown = {name: value for name, value in wanted.items() if name not in known}
+    unknown = {name: value for name, value in required.items() if name not in known}
     unwritten, drawn = list[str](), list[str]()
     if request.recorder is not None:
         try:
             unknown, unwritten, drawn = request.recorder.certain(unknown)
         except RuntimeProgramError as error:
-            raise GraphparError(
+            raise NeedsValuesError(
                 f"The values of {', '.join(unknown)} could not be computed without building the model for real: {error}. "
                 "Pass a built model instead of a factory."
             ) from error
@@ -355,4 +399,6 @@ def _values(
             "torch.empty, to_empty or the like, and writes nothing to it. No weights file holds it, so write its values after "
             "that, or register it without persistent=False."
         )
-    return {name: (known | unknown)[name].detach().clone() for name in wanted}, [name for name in drawn if name in read]
+    return {name: (known | unknown)[name].detach().clone() for name in required}, [
+        name for name in drawn if name in read
+    ]

@@ -1,10 +1,11 @@
-"""What a model file's code looks at while it is imported, built and traced: files, whether paths exist, variables of the environment.
+"""What a model file's code reads while it is imported, built and traced, and what its import changes.
 
     with OBSERVED.watching():      a process-wide record, since a module is imported once a process
         import, build, trace
     OBSERVED.facts() ──► Facts, which another process compares with what it finds: Facts.hold()
 
-Python's own events and a few functions of ``os`` are watched. What native code opens, the clock and random numbers are not seen.
+Python's own events and a few functions are watched. What native code opens, the clock, random numbers, and functions of torch that the
+file replaces are not seen.
 """
 
 from __future__ import annotations
@@ -20,23 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+import torch
+
+from graphpar.operators.rules import REGISTERED
 
 _LARGE = 2**26
 """Files from this size on are known by size and time of change; smaller ones, of the user, by their content."""
 _ACTS = (
-    "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.fork",
-    "socket.connect",
-    "socket.getaddrinfo",
-)
+    "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "socket.connect", "socket.getaddrinfo",
+)  # fmt: skip
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
-OF_KERNELS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_OF_KERNELS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that torch itself sets, to folders of compiled kernels; no trace depends on them."""
 _LISTINGS = ("os.listdir", "os.scandir", "glob.glob")
 
@@ -48,27 +45,23 @@ class Facts:
     Attributes:
         files: what each file was, by path; ``None`` for one that there was not.
         paths: for each path that was asked for, whether there is something and what.
-        variables: hashes of variables of the environment; ``None`` for one that was not set.
         modules: top-level modules that were imported or looked for.
         beside: folders that were on ``sys.path`` while the model file was imported.
+        children: folders of the user's packages, each with a name that was imported from it or looked for there.
         own: what the user's folders have of the names of these modules, which something new might hide.
-        installed: hashes of what the folders of installed packages list.
     """
 
     files: Mapping[str, str | None]
     paths: Mapping[str, str | None]
-    variables: Mapping[str, str | None]
     modules: frozenset[str]
     beside: frozenset[str]
+    children: frozenset[tuple[str, str]]
     own: frozenset[str]
-    installed: Mapping[str, str]
 
     def hold(self) -> bool:
         """Whether all of it is as it was."""
         return (
-            all(OBSERVED.variable(name) == value for name, value in self.variables.items())
-            and _own_names(self.modules, self.beside) == self.own
-            and _installed() == self.installed
+            _own_names(self.modules, self.beside, self.children) == self.own
             and all(_path(path) == value for path, value in self.paths.items())
             and all(_file(path) == value for path, value in self.files.items())
         )
@@ -76,21 +69,26 @@ class Facts:
 
 @dataclass
 class Observed:
-    """The record of this process. ``unknowable``: why nothing can be said, if so."""
+    """The record of this process.
+
+    Attributes:
+        unknowable: why nothing can be said of what was read, if so.
+        effect: what an import did that only another import does again, if anything.
+    """
 
     opened: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     beside: set[str] = field(default_factory=set)
-    variables: dict[str, str | None] = field(default_factory=dict)  # as first read: code may set them
     unknowable: str | None = None
+    effect: str | None = None
     depth: int = 0
     began: int | None = None  # in nanoseconds since the epoch
     hooked: bool = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record within the block, in this thread and others."""
+        """Record what is read within the block, in this thread and others."""
         if not self.hooked:
             sys.addaudithook(self._event)
             self.hooked = True
@@ -102,105 +100,110 @@ class Observed:
         finally:
             self.depth -= 1
 
-    def variable(self, name: str) -> str | None:
-        """Return a variable as this process first read it; torch sets some while the model file is imported."""
-        return self.variables[name] if name in self.variables else _variable(os.environ.get(name))
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """As :meth:`watching`, and note whether the block prints or changes how torch, Python or graphpar behave."""
+        before = _settings()
+        with self.watching(), _noticed(sys.stdout, self._printed), _noticed(sys.stderr, self._printed):
+            yield
+        changed = [name for name, value in _settings().items() if value != before[name]]
+        if changed and self.effect is None:
+            self.effect = f"the model file changes {', '.join(changed)}"
+
+    def _printed(self) -> None:
+        self.effect = self.effect or "the model file prints"
 
     def facts(self) -> Facts:
         """Return what was looked at, as it is now."""
         modules = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
         opened = self.opened | {path for path in modules.values() if isinstance(path, str)}
         names = frozenset(name.partition(".")[0] for name in (*modules, *self.modules)) - {""}
-        beside = frozenset(self.beside)
+        parts = (name.rpartition(".") for name in (*modules, *self.modules))
+        children = frozenset((folder, name) for parent, _, name in parts for folder in _package_folders(parent))
         return Facts(
             {path: _file(path) for path in sorted(opened)},
             {path: _path(path) for path in sorted(self.asked)},
-            dict(sorted(self.variables.items())),
             names,
-            beside,
-            _own_names(names, beside),
-            _installed(),
+            frozenset(self.beside),
+            children,
+            _own_names(names, self.beside, children),
         )
 
     def why_not(self, facts: Facts) -> str | None:
         """Say why ``facts`` do not tell what the capture depends on; None where they do."""
         if self.unknowable is not None:
             return self.unknowable
-        changed = (path for path in facts.files if not _of_library(path) and _time(path) > (self.began or 0))
+        changed = (path for path in facts.files if not _of_library(path) and _changed_after(path, self.began or 0))
         return next((f"{path} was changed while the model was traced" for path in changed), None)
 
     def _event(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.depth:
             return
         if event == "open":
-            path, mode = args[0], args[1]
-            if isinstance(path, str | bytes | os.PathLike):
-                self._note(self.opened, path, writes=isinstance(mode, str) and not mode.startswith("r"))
+            if not (isinstance(args[1], str) and not args[1].startswith("r")):
+                self._note(self.opened, args[0])
         elif event == "import":
             self.modules.add(args[0])
         elif event in _LISTINGS and self.unknowable is None:
-            if not _of_importing(sys._getframe(1).f_code.co_filename) and not _of_library(
-                os.path.abspath(args[0] or ".")
-            ):
+            asks = sys._getframe(1).f_code.co_filename
+            importing = asks.startswith("<frozen importlib") or f"{os.sep}importlib{os.sep}" in asks
+            if not importing and not _of_library(os.path.abspath(args[0] or ".")):
                 self.unknowable = f"the model file lists the folder {args[0]}"
         elif event in _ACTS and self.unknowable is None:
-            self.unknowable = f"the model file starts a process or asks the network ({event})"
+            self.unknowable = f"the model file starts a process or uses the network ({event})"
 
-    def _note(self, known: set[str], path: str | bytes | os.PathLike[Any], writes: bool = False) -> None:
-        text = os.path.abspath(os.fsdecode(path))
-        if not writes and not text.startswith(_SYSTEM) and not text.endswith(".pyc") and "torchinductor_" not in text:
-            known.add(text)
+    def _note(self, known: set[str], path: Any) -> None:
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.path.abspath(os.fsdecode(path))
+            if not text.startswith(_SYSTEM) and not text.endswith(".pyc") and "torchinductor_" not in text:
+                known.add(text)
 
     @contextlib.contextmanager
     def _functions(self) -> Iterator[None]:
-        """Watch questions that Python raises no event for."""
-        environment: Any = type(os.environ)
-        get = environment.__getitem__
+        """Watch questions that Python raises no event for: whether there is a file, or a module."""
 
-        def getitem(mapping: Any, name: Any) -> Any:
-            if (
-                mapping is not os.environ
-                or not isinstance(name, str)
-                or name in OF_KERNELS
-                or _looks_through(sys._getframe(1))
-            ):
-                return get(mapping, name)
-            try:
-                value = get(mapping, name)
-            except KeyError:
-                self.variables.setdefault(name, None)
-                raise
-            self.variables.setdefault(name, _variable(value))
-            return value
-
-        def asked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def asks(original: Callable[..., Any]) -> Callable[..., Any]:
             def function(path: Any, *args: Any, **options: Any) -> Any:
-                if isinstance(path, str | bytes | os.PathLike):
-                    self._note(self.asked, path)
+                self._note(self.asked, path)
                 return original(path, *args, **options)
 
             return function
 
-        def sought(name: str, package: str | None = None) -> Any:
-            self.modules.add(name)
-            return find(name, package)
+        def seeks(original: Callable[..., Any]) -> Callable[..., Any]:
+            def function(name: str, package: str | None = None) -> Any:
+                relative = name.startswith(".") and package is not None
+                self.modules.add(importlib.util.resolve_name(name, package) if relative else name)
+                return original(name, package)
 
-        before = {name: getattr(os, name) for name in ("stat", "lstat", "access")}
-        find = importlib.util.find_spec
-        importlib.util.find_spec = sought
-        environment.__getitem__ = getitem
-        for name, original in before.items():
-            setattr(os, name, asked(original))
+            return function
+
+        watched: tuple[tuple[Any, str, Any], ...] = (
+            (os, "stat", asks), (os, "lstat", asks), (os, "access", asks), (importlib.util, "find_spec", seeks),
+        )  # fmt: skip
+        before = [getattr(place, name) for place, name, _ in watched]
+        for (place, name, wrapped), original in zip(watched, before):
+            setattr(place, name, wrapped(original))
         try:
             yield
         finally:
-            importlib.util.find_spec = find
-            environment.__getitem__ = get
-            for name, original in before.items():
-                setattr(os, name, original)
+            for (place, name, _), original in zip(watched, before):
+                setattr(place, name, original)
 
 
 OBSERVED = Observed()
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return what any capture may depend on: the environment, and what is installed in the folders of ``sys.path``."""
+    installed = []
+    for entry in sorted({os.path.abspath(each) for each in sys.path}):
+        if _of_library(entry) and os.path.isdir(entry):
+            installed.append((entry, sorted(name for name in os.listdir(entry) if name != "__pycache__")))
+    return sorted(_environment().items()), installed
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_KERNELS}
 
 
 # ---- what is compared ---------------------------------------------------------------------------------------------
@@ -208,13 +211,10 @@ OBSERVED = Observed()
 
 def _library() -> tuple[str, ...]:
     """The folders of Python and of installed packages."""
+    shared = (entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages")))  # by a .pth file
     known = {
-        *sysconfig.get_paths().values(),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        sys.prefix,
-        sys.base_prefix,
-    }
+        *sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix, *shared,
+    }  # fmt: skip
     return tuple(sorted({os.path.abspath(path) + os.sep for path in known if path}))
 
 
@@ -223,17 +223,6 @@ _LIBRARY = _library()
 
 def _of_library(path: str) -> bool:
     return (path + os.sep).startswith(_LIBRARY)
-
-
-def _of_importing(file: str) -> bool:
-    return file.startswith("<frozen importlib") or f"{os.sep}importlib{os.sep}" in file
-
-
-def _looks_through(frame: FrameType) -> bool:
-    """Whether a package goes through all variables of the environment, for those with a name that it knows."""
-    code, outer = frame.f_code, frame.f_back
-    iterates = code.co_name == "__iter__" and code.co_filename.endswith("_collections_abc>")
-    return iterates and outer is not None and _of_library(outer.f_code.co_filename)
 
 
 def _file(path: str) -> str | None:
@@ -248,41 +237,78 @@ def _file(path: str) -> str | None:
 
 
 def _path(path: str) -> str | None:
-    """Say what is at a path: nothing, a folder, or a file of a size and a time of change."""
+    """Say what is at a path: nothing, a folder, or a file of a size and a time of change; of a link also where it leads."""
+    leads = f"{os.readlink(path)} " if os.path.islink(path) else ""
     try:
         found = os.stat(path)
     except OSError:
-        return None
-    return "folder" if os.path.isdir(path) else f"{found.st_size} {found.st_mtime_ns}"
+        return leads or None
+    return f"{leads}folder" if os.path.isdir(path) else f"{leads}{found.st_size} {found.st_mtime_ns}"
 
 
-def _time(path: str) -> int:
-    """When a file was changed, in nanoseconds since the epoch; 0 where there is none."""
+def _changed_after(path: str, nanoseconds: int) -> bool:
     try:
-        return os.stat(path).st_mtime_ns
+        return os.stat(path).st_mtime_ns > nanoseconds
     except OSError:
-        return 0
+        return False
 
 
-def _variable(value: str | None) -> str | None:
-    return None if value is None else hashlib.sha256(value.encode()).hexdigest()
+def _package_folders(name: str) -> list[str]:
+    """Return the folders of a package of the user's that is imported."""
+    folders = getattr(sys.modules.get(name), "__path__", ()) if name else ()
+    return [path for path in map(os.path.abspath, folders) if not _of_library(path)]
 
 
-def _own_names(modules: frozenset[str], beside: frozenset[str]) -> frozenset[str]:
-    """Return which of these top-level modules are found in the user's folders, of ``sys.path`` and ``beside``, as folder and name."""
+def _own_names(
+    modules: frozenset[str], beside: set[str] | frozenset[str], children: frozenset[tuple[str, str]]
+) -> frozenset[str]:
+    """Return which of these modules are in the user's folders: top-level ones in those of ``sys.path`` and ``beside``, and ``children``."""
     found = set()
+    for folder in {folder for folder, _ in children}:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        found |= {os.path.join(folder, name) for name in names if (folder, name.partition(".")[0]) in children}
     for entry in {os.path.abspath(each) for each in sys.path} | beside:
-        if _of_library(entry) or not os.path.isdir(entry):
-            continue
-        found |= {os.path.join(entry, name) for name in os.listdir(entry) if name.partition(".")[0] in modules}
+        if not _of_library(entry) and os.path.isdir(entry):
+            found |= {os.path.join(entry, name) for name in os.listdir(entry) if name.partition(".")[0] in modules}
     return frozenset(found)
 
 
-def _installed() -> dict[str, str]:
-    """Return hashes of what is in the folders of ``sys.path`` that are not the user's, which packages may be looked for in."""
-    found = {}
-    for entry in sorted({os.path.abspath(each) for each in sys.path}):
-        if _of_library(entry) and os.path.isdir(entry):
-            names = sorted(name for name in os.listdir(entry) if name != "__pycache__")
-            found[entry] = hashlib.sha256("\n".join(names).encode()).hexdigest()
-    return found
+# ---- what an import changes ----------------------------------------------------------------------------------------
+
+
+def _settings() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+        "whether gradients are computed": torch.is_grad_enabled(),
+        "whether torch is deterministic": torch.are_deterministic_algorithms_enabled(),
+        "how precise products are": (torch.get_float32_matmul_precision(), cuda.matmul.allow_tf32),
+        "which attention is computed": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        ),
+        "how many threads torch has": torch.get_num_threads(),
+        "the rules of operators": dict(REGISTERED),
+        "sys.path": list(sys.path),
+        "the current folder": os.getcwd(),
+        "the environment": _environment(),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _noticed(stream: Any, wrote: Callable[[], None]) -> Iterator[None]:
+    """Call ``wrote`` whenever ``stream`` is written in the block."""
+    write, own = stream.write, vars(stream).get("write")
+
+    def noticed(*arguments: Any) -> Any:
+        wrote()
+        return write(*arguments)
+
+    stream.write = noticed
+    try:
+        yield
+    finally:
+        if own is None:
+            del stream.write
+        else:
+            stream.write = own

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
-from graphpar.frontend.effects import EFFECTS
 from graphpar.frontend.file_dependencies import OBSERVED
 from graphpar.ir.program import is_plain
 from graphpar.runtime.manifest import InputInterface
@@ -88,7 +87,7 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
     Raises:
         GraphparError: there is no such file or module, it raises, or a name is missing or of a wrong type.
     """
-    with EFFECTS.noticing(), OBSERVED.watching():
+    with OBSERVED.importing():
         return _loaded_file(path_or_module)
 
 
@@ -102,7 +101,7 @@ def _loaded_file(path_or_module: str | Path) -> ModelFile:
         path = Path(cast(str, module.__file__))
     else:
         raise GraphparError(f"{text!r} is neither a Python file nor a module name such as package.module.")
-    return _read(module, path, reference)
+    return _model_file_of(module, path, reference)
 
 
 def named_as_file(path_or_module: str | Path) -> bool:
@@ -217,7 +216,7 @@ def _users_errors(what: str, file: Path) -> Iterator[None]:
 # ---- reading the names -----------------------------------------------------------------------------------------
 
 
-def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
+def _model_file_of(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
     shown = reference or str(path)
     found = {name: getattr(module, name, None) for name in NAMES}
     for name in ("model", "example_inputs"):
@@ -250,7 +249,7 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
         args=args,
         kwargs=kwargs,
         loss_fn=found["loss_fn"],
-        targets=_targets(targets),
+        targets=tuple(targets) if isinstance(targets, list | tuple) else () if targets is None else (targets,),
         batch_dims=None if batch_dims is None else dict(batch_dims),
         split_points=None if split is None else tuple(split),
         shard_plan=None if shard_plan is None else dict(shard_plan),
@@ -274,18 +273,15 @@ def _defined_in(module: ModuleType, value: Any) -> bool:
     return not isinstance(value, ModuleType | BuiltinFunctionType)
 
 
-def _require(condition: bool, shown: str, name: str, value: Any, wanted: str) -> None:
+def _require(condition: bool, shown: str, name: str, value: Any, expected: str) -> None:
     if not condition:
-        raise GraphparError(f"{shown}: {name} is {_described(value)}; it must be {wanted}.")
+        given = "a Tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+        raise GraphparError(f"{shown}: {name} is {given}; it must be {expected}.")
 
 
-def _typed(value: Any, kind: Any, shown: str, name: str, wanted: str) -> Any:
-    _require(value is None or isinstance(value, kind), shown, name, value, wanted)
+def _typed(value: Any, kind: Any, shown: str, name: str, expected: str) -> Any:
+    _require(value is None or isinstance(value, kind), shown, name, value, expected)
     return value
-
-
-def _described(value: Any) -> str:
-    return "a Tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
 def _value(module: ModuleType, name: str, path: Path, shown: str) -> Any:
@@ -312,15 +308,9 @@ def _inputs(value: Any, shown: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
             raise GraphparError(f"{shown}: example_inputs has the key {wrong[0]!r}; keys must be argument names.")
         return (), dict(value)
     hint = "; for one positional argument write (tensor,)" if isinstance(value, Tensor) else ""
-    wanted = f"a tuple of positional arguments, or a dict of keyword arguments{hint}"
-    _require(isinstance(value, tuple | list), shown, "example_inputs", value, wanted)
+    expected = f"a tuple of positional arguments, or a dict of keyword arguments{hint}"
+    _require(isinstance(value, tuple | list), shown, "example_inputs", value, expected)
     return tuple(value), {}
-
-
-def _targets(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 # ---- real values -----------------------------------------------------------------------------------------------
@@ -354,13 +344,13 @@ def example_batch(file: ModelFile, inputs: Sequence[InputInterface]) -> dict[str
         inputs: those of a plan: names, shapes and batch dims in the order of the example's tensors.
     """
     leaves = [leaf for leaf in tree_leaves((file.args, file.kwargs, file.targets)) if isinstance(leaf, Tensor)]
-    wanted = [entry for entry in inputs if entry.role in ("input", "target")]
-    if len(leaves) != len(wanted):
+    expected = [entry for entry in inputs if entry.role in ("input", "target")]
+    if len(leaves) != len(expected):
         raise GraphparError(
-            f"{file.path} has {len(leaves)} example tensors, but the plan was made for {len(wanted)} "
-            f"({', '.join(entry.name for entry in wanted)}). Compile the model again."
+            f"{file.path} has {len(leaves)} example tensors, but the plan was made for {len(expected)} "
+            f"({', '.join(entry.name for entry in expected)}). Compile the model again."
         )
-    return {entry.name: _resized(leaf, entry) for leaf, entry in zip(leaves, wanted)}
+    return {entry.name: _resized(leaf, entry) for leaf, entry in zip(leaves, expected)}
 
 
 def _resized(leaf: Tensor, entry: InputInterface) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.modes import FunctionMode
+from graphpar.frontend.trace_guards import FunctionMode
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
@@ -46,14 +46,11 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parame
                 found[id(parameter)] = parameter
             elif parameter.dtype is torch.float64:
                 raise GraphparError(
-                    f"The parameter {f'{path}.{name}' if path else name!r} is in float64, which a dtype of {_short(dtype)} would round "
+                    f"The parameter {f'{path}.{name}' if path else name!r} is in float64, which a dtype of "
+                    f"{str(dtype).removeprefix('torch.')} would round "
                     "away; build the model in float32, or leave the dtype out."
                 )
     return {key: parameter for key, parameter in found.items() if key not in kept}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -109,12 +106,11 @@ class LossesInFull(FunctionMode):
         if _is_loss(function):
             args, options = in_full(args), in_full(options)
         elif self.parameters and getattr(function, "__name__", "") != "__get__":
-            args, options = tree_map(_full_parameter, (args, options))
+            args, options = tree_map(
+                lambda leaf: leaf.float() if isinstance(leaf, nn.Parameter) and leaf.dtype in _HALF else leaf,
+                (args, options),
+            )
         return function(*args, **options)
-
-
-def _full_parameter(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, nn.Parameter) and leaf.dtype in _HALF else leaf
 
 
 @functools.cache

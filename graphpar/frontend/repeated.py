@@ -20,6 +20,7 @@ import functools
 import operator
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,9 +34,18 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_flatten
 
 from graphpar.frontend.calls import PLAIN, Call, NotRepeatedError, Player, Recorder, slot_of
-from graphpar.frontend.identical_modules import siblings
-from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well, is_number
-from graphpar.ir.fakes import fake_like, fake_on, moved
+from graphpar.frontend.repetitions import (
+    EXAMPLE,
+    PLACE,
+    REPETITION,
+    Example,
+    Repetition,
+    copy_well,
+    fake_like,
+    fake_on,
+    is_number,
+    moved,
+)
 from graphpar.ir.program import memory_of
 from graphpar.operators.functions import plain_apply
 
@@ -131,7 +141,7 @@ class _Tracing:
         leaves, spec = tree_flatten((args, kwargs))
         plain = tuple((type(leaf), leaf if type(leaf) in PLAIN else None) for leaf in leaves)
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), module.training
-        group = self.groups.setdefault((number, _place(), state, spec, plain), _Group())
+        group = self.groups.setdefault((number, _call_stack(), state, spec, plain), _Group())
         group.calls += 1
         if group.calls == 1 or (group.calls > 2 and group.recorded is None):
             return original(*args, **kwargs)
@@ -191,9 +201,7 @@ class _Tracing:
         with _disable_current_modes(), player.no_operators, player:
             output = original(*args, **kwargs)
         if player.failure is not None or player.position != len(recorded.calls) or len(graph.nodes) != count:
-            self.found.failure = player.failure or NotRepeatedError(
-                "a module makes fewer calls, or operators beside them"
-            )
+            self.found.failure = player.failure or NotRepeatedError("a module makes fewer calls, or other operators")
             return output
         places = [weakref.ref(each) for each in player.stand_ins]
         player.stand_ins.clear()
@@ -240,7 +248,7 @@ def _nodes_after(node: fx.Node, graph: fx.Graph) -> list[fx.Node]:
     return found[::-1]
 
 
-def _place() -> Hashable:
+def _call_stack() -> Hashable:
     """The lines that are running, down to that which called a module's ``forward``."""
     frame, lines = sys._getframe(2), []
     while frame is not None and not (frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _ROOT):
@@ -284,3 +292,59 @@ def _watched(tracing: _Tracing, module: nn.Module, number: int) -> Callable[...,
         return tracing.forward(module, number, original, args, kwargs)
 
     return watched
+
+
+# ---- which modules repeat ---------------------------------------------------------------------------------------
+
+
+LEAST = 6
+"""Fewer modules that are alike are each traced."""
+
+
+def siblings(model: nn.Module) -> list[list[nn.Module]]:
+    """List the groups of at least ``LEAST`` modules that are alike, the outermost ones; none where a module has two names."""
+    named = list(model.named_modules(remove_duplicate=False))
+    if len({id(module) for _, module in named}) != len(named):
+        return []
+    kinds: dict[Hashable, int] = {}
+    kind_of: dict[int, int] = {}
+    for _, module in reversed(named):  # children first
+        kind_of[id(module)] = kinds.setdefault(_module_signature(module, kind_of), len(kinds))
+    count = Counter(kind_of.values())
+    groups: dict[int, list[nn.Module]] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            kind = kind_of[id(child)]
+            if (
+                count[kind] >= LEAST
+                and next(child.children(), None) is not None
+                and type(child).forward is not nn.Module.forward
+            ):
+                groups.setdefault(kind, []).append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    plain = (group for group in groups.values() if not any(isinstance(each, torch.jit.ScriptModule) for each in group))
+    return [group for group in plain if len(group) >= LEAST]
+
+
+def _module_signature(module: nn.Module, kind_of: dict[int, int]) -> Hashable:
+    tensors = tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad)
+        for name, each in (*module._parameters.items(), *module._buffers.items())
+        if each is not None
+    )
+    children = tuple((name, None if child is None else kind_of[id(child)]) for name, child in module._modules.items())
+    settings = tuple((key, _setting(value)) for key, value in vars(module).items() if not key.startswith("_"))
+    return type(module), tensors, children, settings
+
+
+def _setting(value: Any) -> Hashable:
+    """What of an attribute tells modules apart; numbers do not, since many a module has its own."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape)
+    if type(value) in (bool, str, float, type(None), torch.dtype):
+        return type(value), repr(value)
+    return (type(value),)

@@ -8,21 +8,22 @@ repeated_example([%add, weights of layers.1], 0)
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.export import ExportedProgram
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphpar.ir.fakes import fake_like
-from graphpar.ir.program import memory_of
+from graphpar.ir.program import memory_of, named_arguments
+from graphpar.text import is_below
 
 _library = torch.library.Library("graphpar_repetitions", "FRAGMENT")
 _library.define("example(Tensor[] inputs, int number) -> Tensor[]")
@@ -89,11 +90,10 @@ def written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args)} | dict(node.kwargs)
-    found: list[fx.Node] = []
+    given, found = named_arguments(node), list[fx.Node]()
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            fx.map_arg(given.get(argument.name), found.append)
+            fx.map_arg(given[argument.name], found.append)
     return found
 
 
@@ -268,7 +268,7 @@ class _Memory:
 
 
 def _moved(path: str, old: str, new: str) -> str:
-    _require(path.startswith(old + "."), "a module is called from another one")
+    _require(is_below(path, old), "a module is called from another one")
     return new + path[len(old) :]
 
 
@@ -287,3 +287,36 @@ def _before(mark: fx.Node, number: int) -> list[fx.Node]:
         found.append(node)
         node = node.prev
     return found[::-1]
+
+
+# ---- fake tensors made from others, without running an operator on them --------------------------------------
+
+
+def fake_like(
+    value: FakeTensor, dtype: torch.dtype | None = None, storage: torch.UntypedStorage | None = None
+) -> Tensor:
+    """Return a fake tensor of the shape and strides of ``value``, in memory of its own or in ``storage``; it needs no gradient."""
+    with _on_meta(value):
+        plain = torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device="meta")
+        if storage is not None:
+            plain.set_(storage, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+    return FakeTensor(value.fake_mode, plain, value.fake_device)
+
+
+def fake_on(plain: Tensor, like: FakeTensor) -> Tensor:
+    """Return a fake tensor in the memory of ``plain``, which is on the device meta. It costs a twentieth of a new one."""
+    return FakeTensor(like.fake_mode, plain.detach(), like.fake_device)
+
+
+def moved(value: FakeTensor, storage: torch.UntypedStorage) -> None:
+    """Have ``value`` in ``storage`` from now on."""
+    with _on_meta(value):
+        value.set_(storage, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+
+
+@contextlib.contextmanager
+def _on_meta(value: FakeTensor) -> Iterator[None]:
+    mode = value.fake_mode
+    guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    with torch._C.DisableTorchFunction(), torch.no_grad(), in_kernel_invocation_manager(mode), guards:
+        yield

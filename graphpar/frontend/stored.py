@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -21,6 +20,7 @@ from torch import Tensor, fx
 from torch._guards import Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import map_aggregate
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from graphpar.ir.program import FUNCTION_OPERATORS, Program, memory_of
@@ -81,7 +81,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.SymBool | torch.SymFloat):
             raise NotStorableError("a value of the trace is symbolic, but not a size")
         if isinstance(obj, fx.Graph):
-            return _graph, (_rows(obj),)
+            return _graph, (_node_rows(obj),)
         if isinstance(obj, torch._ops.OpOverload):
             if obj.namespace == FUNCTION_OPERATORS:
                 raise NotStorableError("the model calls an autograd function of its own")
@@ -124,41 +124,20 @@ class _Pickler(pickle.Pickler):
         return expression.xreplace({self.symbol[0]: _BATCH})
 
 
+@dataclass(frozen=True)
 class _Ref:
     """A node of the graph, in the arguments of others, by its place."""
 
-    __slots__ = ("place",)
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def __reduce__(self) -> Any:
-        return _Ref, (self.place,)
+    place: int
 
 
-def _rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    places = {node: place for place, node in enumerate(graph.nodes)}
-
-    def plain(argument: Any) -> Any:
-        return _mapped(argument, fx.Node, lambda node: _Ref(places[node]))
-
-    return [
-        (node.op, node.target, plain(tuple(node.args)), plain(dict(node.kwargs)), node.name, dict(node.meta))
-        for node in graph.nodes
-    ]
-
-
-def _mapped(argument: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Replace what is of ``kind`` in nested arguments of a node."""
-    if isinstance(argument, kind):
-        return change(argument)
-    if isinstance(argument, dict):
-        return {key: _mapped(each, kind, change) for key, each in argument.items()}
-    if isinstance(argument, slice):
-        return slice(*(_mapped(each, kind, change) for each in (argument.start, argument.stop, argument.step)))
-    if isinstance(argument, tuple | list) and type(argument).__name__ in ("tuple", "list", "immutable_list"):
-        return (tuple if isinstance(argument, tuple) else list)(_mapped(each, kind, change) for each in argument)
-    return argument
+def _node_rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    places: dict[fx.Node, Any] = {node: _Ref(place) for place, node in enumerate(graph.nodes)}
+    rows = []
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
+        rows.append((node.op, node.target, args, kwargs, node.name, dict(node.meta)))
+    return rows
 
 
 # ---- making the content again ------------------------------------------------------------------------------------
@@ -262,8 +241,12 @@ def _module(graph: fx.Graph, children: dict[str, Any], meta: dict[str, Any]) -> 
 def _graph(rows: list[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
+
+    def known(item: Any) -> Any:
+        return nodes[item.place] if isinstance(item, _Ref) else item
+
     for op, target, args, kwargs, name, meta in rows:
-        args, kwargs = (_mapped(each, _Ref, lambda ref: nodes[ref.place]) for each in (args, kwargs))
+        args, kwargs = map_aggregate((args, kwargs), known)  # type: ignore[misc]
         node = graph.output(*args) if op == "output" else graph.create_node(op, target, args, kwargs, name=name)
         node.meta = meta
         nodes.append(node)

@@ -196,17 +196,17 @@ def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:
-        return Cluster.from_json(_read(file) | counted)
+        return Cluster.from_json(_read_fields(file) | counted)
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_fields(file: Path) -> dict[str, Any]:
     kind = "JSON" if file.suffix.lower() == ".json" else "TOML"
     try:
         data = (json if kind == "JSON" else tomllib).loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GraphparError(f"it is no {kind}: {error}.") from None
+        raise GraphparError(f"it is not valid {kind}: {error}.") from None
     if not isinstance(data, dict):
         raise GraphparError("it must be an object with nodes, devices_per_node and device.")
     return {name: value for name, value in data.items() if kind == "TOML" or name not in _PROFILE}

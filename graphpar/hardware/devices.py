@@ -31,8 +31,8 @@ def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = Fal
     kinds = int if whole else int | float
     fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or value < 0 or (value == 0 and not zero):
-        wanted = f"a {'whole ' if whole else ''}number {'of at least' if zero else 'above'} 0"
-        raise GraphparError(f"{name} is {value!r}; it must be {wanted}.")
+        required = f"a {'whole ' if whole else ''}number {'of at least' if zero else 'above'} 0"
+        raise GraphparError(f"{name} is {value!r}; it must be {required}.")
 
 
 def check_share(name: str, value: Any) -> None:
@@ -85,6 +85,10 @@ class Link:
         return replace(self, bytes_per_s=rate, pair_bytes_per_s=None)
 
 
+COMMUNICATOR_BYTES = 512 * 2**20
+"""What NCCL takes for a group of ranks: 544 to 688 MB on A100 (NVIDIA/nccl issue 964), 512 MiB with torch 2.11 (issue 2363)."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator (or one process on a CPU), and how it is usually connected.
@@ -112,6 +116,7 @@ class Device:
         action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
         host_link: the link to the memory of its host, which each device has for itself; None: not known, or the device is the host.
         cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
+        communicator_bytes: of a GPU's memory that its communication library takes for each group of ranks; None: what NCCL takes.
         sources: where each group of figures is from.
     """
 
@@ -137,6 +142,7 @@ class Device:
     policy_s: float = 0.0
     action_s: float = 0.0
     cores: int | None = None
+    communicator_bytes: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -179,6 +185,9 @@ class Device:
         for name, count in (("devices_per_node", self.devices_per_node), ("cores", self.cores)):
             if count is not None:
                 check_number(name, count, whole=True)
+        if self.communicator_bytes is None:
+            object.__setattr__(self, "communicator_bytes", COMMUNICATOR_BYTES if self.kind == "cuda" else 0)
+        check_number("communicator_bytes", self.communicator_bytes, whole=True, zero=True)
 
     def peak(self, dtype: str) -> float:
         """Return flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs

@@ -120,15 +120,13 @@ def integer_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
             continue
         if described.name in _PLACES and isinstance(source, fx.Node):
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            if isinstance(dim, int) and _follows(source, dim):
+            if isinstance(dim, int) and (
+                batch_coefficients(source)[dim] is not None or is_unknown(value_of(source).shape[dim])
+            ):
                 continue
         for item in given if isinstance(given, list | tuple) else (given,):
             if isinstance(item, fx.Node | int) and not isinstance(item, bool):
                 yield described.name, item
-
-
-def _follows(source: fx.Node, dim: int) -> bool:
-    return batch_coefficients(source)[dim] is not None or is_unknown(value_of(source).shape[dim])
 
 
 def scalar_arguments(node: fx.Node) -> Iterator[tuple[int | str, str, Any]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from graphpar.ir.program import Program
 from graphpar.runtime.axes import GROUPS
+from graphpar.runtime.checkpoints.weights import names_by_tie
 from graphpar.runtime.layout import Shard
-from graphpar.runtime.weights import names_by_tie
 
 
 def contiguous(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.precision import Precision
@@ -18,13 +17,9 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, decided
-from graphpar.runtime.plan_record import PROGRAM_FIELDS, VERSION, PlanRecord, Record, StageRecord, read_object
-from graphpar.text import plural, seconds_text
-
-if TYPE_CHECKING:
-    from graphpar.cost_models.estimates import Alone, Estimate
-    from graphpar.passes.planning.candidates import SearchResult
-    from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.plan_record import PROGRAM_FIELDS, VERSION, PlanRecord, StageRecord, read_object
+from graphpar.runtime.records import Record
+from graphpar.text import as_page, as_text, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +33,6 @@ class Plan(Decisions):
         fully_sharded: the parameters of which each rank of dp_shard and cp stores a shard (ZeRO 2 and 3).
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
-        predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
-        found: the other plans that the search saw.
-        alone: the same step on one device.
-        sharded: the program of one rank, as the search made it.
     """
 
     model: str
@@ -53,11 +44,6 @@ class Plan(Decisions):
     fully_sharded: frozenset[str] = frozenset()
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
-    warnings: tuple[str, ...] = field(default=(), compare=False)
-    predicted: Estimate | None = field(default=None, compare=False, repr=False)
-    found: SearchResult | None = field(default=None, compare=False, repr=False)
-    alone: Alone | None = field(default=None, compare=False, repr=False)
-    sharded: Sharded | None = field(default=None, compare=False, repr=False)
 
     @property
     def precision(self) -> Precision:
@@ -106,7 +92,7 @@ class Plan(Decisions):
         """
         if not isinstance(data, Mapping):
             what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
-            raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
+            raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, but got {what}.")
         try:
             plan = Record(dict(data), where)
             if data.get("version") == VERSION:
@@ -117,7 +103,9 @@ class Plan(Decisions):
                 model=plan.get("model", str),
                 mode=record.mode,
                 mesh=record.mesh,
-                split_points=tuple(_split_point(entry) for entry in plan.records("split")),
+                split_points=tuple(
+                    _split_point(entry) for entry in (plan.records("split") if plan.has("split") else ())
+                ),
                 stages=record.stages,
                 actions=None
                 if record.actions is None
@@ -134,7 +122,8 @@ class Plan(Decisions):
             _check_same(read, record)
             return read
         except RuntimeProgramError as error:
-            raise GraphparError(f"{error}".removesuffix(".") + ".") from error
+            text = str(error)
+            raise GraphparError(text if text.endswith((".", "?")) else f"{text}.") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -156,11 +145,8 @@ class Plan(Decisions):
     def __repr__(self) -> str:
         degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1)
         degrees = degrees or "1 device"
-        step = ""
-        if self.predicted is not None:
-            step = f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
         batches = f"{plural(self.microbatches, 'microbatch', 'microbatches')} of {self.microbatch_size}"
-        return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches}{step})"
+        return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches})"
 
     def _repr_html_(self) -> str:
         return as_page(self)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.plan_record import DTYPES
+from graphpar.runtime.records import DTYPES
 
 AUTO = "auto"
 """Compute in bf16 where the model trains and is built in fp32; else in the dtypes that it is built in."""

@@ -16,17 +16,16 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from graphpar.display import as_text
 from graphpar.errors import GraphparError
 from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
 from graphpar.runtime.plan_record import Adapter
-from graphpar.text import count_text
+from graphpar.text import as_text, count_text
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         """The size in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def whole_numel(self) -> int:
+        """The number of elements of the whole tensor, where this is a rank's shard."""
+        return math.prod(self.shape if self.whole is None else self.whole)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,43 @@ class Coupling:
         return f"{self.reason} ({place})" if place else self.reason
 
 
+OTHERWISE = "other_branch_"
+"""How the names of flags begin in their modules: buffers that hold whether a branch on values would have been another."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A condition on values of tensors of which the program has one branch: that of the example inputs."""
+
+    module: str
+    line: str
+    condition: str
+    taken: bool
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.module, self.line)))
+        return f"`{self.condition}`" + (f" ({place})" if place else "")
+
+
+def is_flag(node: fx.Node) -> bool:
+    """Return whether an operator notes that a branch on values would be another."""
+    if node.target is not torch.ops.aten.logical_or_.default:
+        return False
+    buffer = node.args[0]
+    return isinstance(buffer, fx.Node) and str(buffer.target).rpartition(".")[2].startswith(OTHERWISE)
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer keeps between steps: the name of its class, and its bytes for each byte of the parameters that it trains."""
+
+    name: str = "AdamW"
+    tensors: float = 2.0
+
+
+ADAMW = OptimizerState()
+"""Of programs whose model file has no optimizer."""
+
+
 @dataclass
 class Program:
     """A traced model. Passes treat it as immutable: they take one and return a new one."""
@@ -170,14 +211,17 @@ class Program:
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
+    branches: Mapping[str, Branch] = field(default_factory=dict)  # on values, by the buffer that holds their flag
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
     pretrained: Mapping[str, Any] = field(
         default_factory=dict
     )  # what transformers' from_pretrained needs besides weights
     generation: Mapping[str, Any] = field(default_factory=dict)  # how the model chooses tokens, unless a call says so
-    stream_layouts: tuple[tuple[int, int, int], ...] = ()
-    """Of each dropout, in execution order, the dim that has the batch, and how many rows are before and behind each example in it."""
+    stream_layouts: tuple[tuple[int, ...], ...] = ()
+    """Of each random operator, in execution order, the dim that has the batch (-1: none has), and how many rows are before and behind
+    each example in it; of what is no dropout also the bits of precision of the floats that it draws, 0 of whole numbers."""
+    optimizer: OptimizerState = ADAMW  # of the model file, where it has one
     dropout: str = "exact"  # how attention draws its dropout, of runtime.axes.DROPOUTS
     other_dropout: tuple[Program, Program] | None = field(default=None, compare=False, repr=False)
     """This program, and the same with another ``dropout``, once that was asked for."""
@@ -191,8 +235,14 @@ class Program:
 
     @property
     def random_calls(self) -> int:
-        """The number of dropouts; each has its own random stream."""
+        """The number of random operators; each has its own random stream."""
         return len(self.stream_layouts)
+
+    @property
+    def draws(self) -> tuple[int, int]:
+        """How many random operators, besides dropout, draw by the key of the example, and how many by that of the step."""
+        dims = [layout[0] for layout in self.stream_layouts if len(layout) > 3]
+        return len(dims) - dims.count(-1), dims.count(-1)
 
     def warn(self, *lines: str) -> Program:
         """Return this program with more warnings, each once."""
@@ -259,6 +309,12 @@ class Program:
         """Count parameter elements, those of a tied parameter once."""
         skipped = {name for group in self.ties for name in group[1:]}
         return sum(info.numel for name, info in self.parameters.items() if name not in skipped)
+
+    def whole_state(self) -> list[TensorInfo]:
+        """The entries of the user's ``state_dict``, a tied one once: parameters, and buffers that it saves."""
+        again = {name for group in self.ties for name in group[1:]}
+        entries = (*self.parameters.items(), *self.buffers.items())
+        return [info for name, info in entries if name not in again and info.persistent]
 
     def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
         """Print the expressions of the loss denominators with ``expression``."""
@@ -362,6 +418,26 @@ def where(node: fx.Node) -> str:
 def value_of(node: fx.Node) -> Any:
     """Return the fake value that tracing saw for ``node``."""
     return node.meta.get("val")
+
+
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Return all that ``nodes`` depend on, and themselves."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operator with a schema by name, in its order: given by position, by name, or their defaults."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    described = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(described, node.args)} | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in described}
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from graphpar.errors import GraphparError
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard, Type, parse_type
-from graphpar.runtime.plan_record import Record, degrees_of
+from graphpar.runtime.records import Record, degrees_of
 
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the sharding."""
@@ -97,14 +97,13 @@ class Sharding:
         return {**self.degrees, **self.exchange}
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data, without ``parameters``."""
-        discovered = {operator: list(rules) for operator, rules in self.discovered.items()}
-        return {
+        """Convert to plain data, without ``parameters`` and what is empty."""
+        found = {
             "axes": dict(self.degrees),
             "gap": self.gap,
             "undivided": list(self.undivided),
-            **({"discovered": discovered} if discovered else {}),
-            **({"exchange": dict(self.exchange)} if self.exchange else {}),
+            "discovered": {operator: list(rules) for operator, rules in self.discovered.items()},
+            "exchange": dict(self.exchange),
             "cost": dict(self.cost),
             "variants": dict(self.variants),
             "points": [[point.path, point.kind, point.position] for point in self.points],
@@ -113,6 +112,7 @@ class Sharding:
                 for scope, rows in self.decisions.items()
             },
         }
+        return {name: value for name, value in found.items() if value}
 
     @staticmethod
     def from_json(data: Record, parameters: Mapping[str, Mapping[str, Type]]) -> Sharding:
@@ -122,11 +122,10 @@ class Sharding:
             GraphparError: a decision can't be read; the message names its operator.
             RuntimeProgramError: a field is missing or of a wrong type.
         """
-        data.only((*Sharding().to_json(), "discovered", "exchange"))
-        degrees = degrees_of(data, "axes")
-        exchange = degrees_of(data, "exchange") if data.has("exchange") else {}
+        data.only(_FIELDS)
+        degrees, exchange = (degrees_of(data, name) if data.has(name) else {} for name in ("axes", "exchange"))
         computed = {name: _computed(spec, degrees, exchange) for name, spec in parameters.items()}
-        scopes = data.record("decisions")
+        scopes = data.record("decisions") if data.has("decisions") else Record({}, data.where)
         decisions: dict[str, dict[str, Decision]] = {}
         for scope in scopes.names():
             rows = decisions[scope] = {}
@@ -153,6 +152,9 @@ class Sharding:
             data.listings("discovered", str) if data.has("discovered") else {},
             exchange,
         )
+
+
+_FIELDS = ("axes", "gap", "undivided", "discovered", "exchange", "cost", "variants", "points", "decisions")
 
 
 def _computed(stored: Mapping[str, Type], degrees: Mapping[str, int], exchange: Mapping[str, int]) -> dict[str, Type]:

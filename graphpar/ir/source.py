@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import linecache
 import os
@@ -80,6 +81,67 @@ def in_loop(error: BaseException) -> bool:
     return any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops)
 
 
+def condition_now() -> tuple[str, str]:
+    """Return the condition that the user's innermost running line asks for, and what of a loop depends on it; empty where nothing does.
+
+    A branch in a loop that does nothing but raise is no part of what the loop computes.
+    """
+    text, found, inside = _test_now()
+    if found is None:
+        return text, ""
+    test = found.test
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    raises = isinstance(found, ast.Assert) or (
+        isinstance(found, ast.If) and not found.orelse and all(isinstance(each, ast.Raise) for each in found.body)
+    )
+    depends = "how often a loop runs depends" if isinstance(found, ast.While) else "a branch in a loop depends"
+    return ast.unparse(test), depends if isinstance(found, ast.While) or (inside and not raises) else ""
+
+
+def left_out_now(taken: bool) -> str:
+    """Return the condition that the user's innermost running line asks for, if its other branch does something: not only leave a loop's
+    round or the function, or raise."""
+    text, found, _ = _test_now()
+    if not isinstance(found, ast.If | ast.IfExp):
+        return ""
+    other = [found] if isinstance(found, ast.IfExp) else found.orelse if taken else found.body
+    ends = ast.Continue | ast.Pass | ast.Return | ast.Raise
+    return text if any(not isinstance(each, ends) for each in other) else ""
+
+
+def _test_now() -> tuple[str, ast.If | ast.IfExp | ast.While | ast.Assert | None, bool]:
+    """Return the text of the user's innermost running line or condition, the statement that asks for it, and whether that is in a loop."""
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith("<") and not _is_library(f.filename)]
+    if not frames:
+        return "", None, False
+    line, found, inside = frames[-1].lineno or 0, None, False
+    for node, in_loop_here in _tests(frames[-1].filename):
+        if node.test.lineno <= line <= (node.test.end_lineno or line):
+            found, inside = node, in_loop_here
+    return linecache.getline(frames[-1].filename, line).strip(), found, inside
+
+
+@functools.lru_cache(maxsize=512)
+def _tests(path: str) -> list[tuple[ast.If | ast.IfExp | ast.While | ast.Assert, bool]]:
+    """The conditions of a file, outer ones first, and whether each is in a loop of its function."""
+    found: list[tuple[ast.If | ast.IfExp | ast.While | ast.Assert, bool]] = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            found.append((node, inside))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            inside = False
+        elif isinstance(node, ast.For | ast.While | ast.comprehension):
+            inside = True
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    with contextlib.suppress(SyntaxError, ValueError):
+        visit(ast.parse("".join(linecache.getlines(path))), False)
+    return found
+
+
 def stack_line() -> str:
     """Return ``file.py:12``, the user's innermost line that is running now; empty if there is none."""
     return _innermost(traceback.extract_stack())
@@ -111,14 +173,16 @@ def assignment(path: str, line: int) -> Assignment:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     names: list[str] = []
     for target in targets:
-        names += [_name(element) for element in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+        names += [
+            _target_name(element) for element in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])
+        ]
     value = statement.value
     parts = value.elts if isinstance(value, ast.Tuple) and len(names) > 1 and len(value.elts) == len(names) else []
     operators = frozenset[str]() if value is None else _operators(value)
     return Assignment(tuple(names), operators, tuple(_operators(part) for part in parts))
 
 
-def _name(target: ast.expr) -> str:
+def _target_name(target: ast.expr) -> str:
     if isinstance(target, ast.Name):
         return target.id
     return target.attr if isinstance(target, ast.Attribute) else "_"
@@ -135,7 +199,7 @@ def _operators(expression: ast.expr) -> frozenset[str]:
     found: set[str] = set()
     for part in ast.walk(expression):
         if isinstance(part, ast.Call):
-            found.add(_name(part.func))
+            found.add(_target_name(part.func))
         elif isinstance(part, ast.BinOp | ast.UnaryOp):
             found.add(_SYMBOLS.get(type(part.op), ""))
         elif isinstance(part, ast.Subscript):

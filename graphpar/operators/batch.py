@@ -1,6 +1,6 @@
 """How values depend on the batch: are examples independent, and what is a sum over them?
 
-Every value of a program gets a state (:mod:`graphpar.operators.batch_states`). Splitting the batch into microbatches is one more way to
+Every value of a program gets a state (:mod:`graphpar.operators.batch_rows`). Splitting the batch into microbatches is one more way to
 shard, so what an operator does to it follows from the rules that place operators on a mesh axis, here one with a rank for each example:
 
     x  Rows(0)  S(0)  ─┐
@@ -32,9 +32,9 @@ from graphpar.ir.batch_sizes import (
     unknown_coefficient,
     unknown_dims,
 )
-from graphpar.ir.program import batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.ir.program import batch_coefficients, is_flag, operator_name, size_coefficient, value_of
 from graphpar.operators import batch_rows
-from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State
+from graphpar.operators.batch_rows import Additive, Coupled, Fixed, Layout, Rows, State
 from graphpar.operators.discover import discover, sums_gradients
 from graphpar.operators.placement import Context, operands_of
 from graphpar.operators.record import Kind
@@ -48,6 +48,8 @@ _EXAMPLES = 999_983
 """The ranks of the axis: a prime, so that no other size is divided by it."""
 _REWRITES = ("local_shape", "local_sizes", "local_slice", "output_size")
 """Changes that a program of any batch size makes by itself, as its sizes follow the batch."""
+_OF_PARTS = {"any", "all", "max", "min", "amax", "amin"}
+"""Operators whose answer for all parts of a batch, where they agree on a condition of it, is that for the batch."""
 _KEEPS_NUMBERS = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY, Kind.VIEW, Kind.FACTORY, Kind.NUMBER}
 
 
@@ -69,11 +71,15 @@ class Analysis:
         self._graph = fx.Graph()
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
         self._norms: set[str] | None = None
+        self._checks: tuple[fx.Graph, set[fx.Node]] | None = None
         self._known: dict[Any, Sequence[Type] | None] = {}  # what layers that are alike were found to do
 
     def visit(self, node: fx.Node) -> State:
         """Find the state of ``node``. An operator that mixes examples, but gives a row for each, is noted and passed over."""
         state = self.state_of(node)
+        if node in self._checks_of(node.graph):
+            self.states[node] = state
+            return state
         if isinstance(state, Coupled) and state.node is node:
             self.couplings.append(state)
             self.results.pop(node, None)
@@ -183,7 +189,7 @@ class Analysis:
         name, states = operator_name(node), [self.states[operand] for operand in operands_of(node)]
         if name in _FILLED and name != "scalar_tensor":
             return self._made_like(node)
-        if not any(isinstance(part, Tensor) for part in _parts(node)):
+        if not any(isinstance(part, Tensor) for part in _node_values(node)):
             return Fixed(pure)
         if name in batch_rows.SPECIAL:
             found = batch_rows.SPECIAL[name](node, self.states, pure)
@@ -323,6 +329,12 @@ class Analysis:
 
     # ---- buffers ----
 
+    def _checks_of(self, graph: fx.Graph) -> set[fx.Node]:
+        """The operators whose results nothing but flags of branches take: parts of a batch may answer for it."""
+        if self._checks is None or self._checks[0] is not graph:
+            self._checks = graph, checks_of(graph)
+        return self._checks[1]
+
     def _written_buffer(self, node: fx.Node) -> fx.Node | None:
         """The buffer that ``node`` writes in place, if it does."""
         if (
@@ -338,13 +350,18 @@ class Analysis:
 
     def _updated(self, node: fx.Node, buffer: fx.Node, state: State) -> State:
         """What is written must be the same for each microbatch: the runtime lets each begin with what the step began with."""
+        if is_flag(node):
+            asked = self.states[node.args[1]]  # type: ignore[index]
+            if isinstance(asked, Coupled) and (asked.node is None or operator_name(asked.node) not in _OF_PARTS):
+                self.couplings.append(asked)
+            return Fixed()
         name = str(buffer.target)
         if name.rpartition(".")[0] in self._of_batch_norm(node.graph):
             return state  # batch_norm itself says what is wrong with it
         self.written[name] = self.written.get(name, True) and isinstance(state, Fixed)
         if isinstance(state, Fixed) or (isinstance(state, Coupled) and state.node is not node):
             return state
-        return Coupled(f"{operator_name(node)} updates the buffer {name!r} once a microbatch", node)
+        return Coupled(f"{operator_name(node)} updates the buffer {name.rpartition('.')[2]!r} once a microbatch", node)
 
     def _of_batch_norm(self, graph: fx.Graph) -> set[str]:
         """The modules whose running statistics batch_norm updates."""
@@ -354,6 +371,15 @@ class Analysis:
                 str(s.target).rpartition(".")[0] for n in norms for s in n.args[3:5] if isinstance(s, fx.Node)
             }
         return self._norms
+
+
+def checks_of(graph: fx.Graph) -> set[fx.Node]:
+    """Return the operators whose results nothing but flags of branches on values take, and these."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_flag(node) or (node.op == "call_function" and node.users and all(user in found for user in node.users)):
+            found.add(node)
+    return found
 
 
 # ---- states and types ------------------------------------------------------------------------------------------
@@ -425,14 +451,14 @@ _FILLED = {
 """Operators that fill a tensor with one number."""
 
 
-def _parts(node: fx.Node) -> Sequence[Any]:
+def _node_values(node: fx.Node) -> Sequence[Any]:
     value = value_of(node)
     return value if isinstance(value, tuple | list) else [value]
 
 
 def _rounds(node: fx.Node, operand: fx.Node) -> bool:
     """Whether ``node`` makes whole numbers of real ones, or truth values of any: what it does to a sum is no sum."""
-    results = [part.dtype for part in _parts(node) if isinstance(part, Tensor)]
+    results = [part.dtype for part in _node_values(node) if isinstance(part, Tensor)]
     before = value_of(operand).dtype
     whole = not (before.is_floating_point or before.is_complex)
     return torch.bool in results or (not whole and any(not (d.is_floating_point or d.is_complex) for d in results))
@@ -441,7 +467,7 @@ def _rounds(node: fx.Node, operand: fx.Node) -> bool:
 def _adds_up(node: fx.Node) -> bool:
     """Whether the results are of types in which parts of a sum add up to it: small integers wrap, truth values are no sums."""
     exact = (torch.int32, torch.int64)
-    return all(_is_smooth(part) or part.dtype in exact for part in _parts(node) if isinstance(part, Tensor))
+    return all(_is_smooth(part) or part.dtype in exact for part in _node_values(node) if isinstance(part, Tensor))
 
 
 def _is_smooth(tensor: Tensor) -> bool:

@@ -4,13 +4,20 @@
     x[torch.arange(len(x)), y]               Rows()                        each row picks within itself
     x[mask]                                  Rows(chosen=mask)             as many as the mask chooses
 
-A rule sees that an index picks along a dim; that each row picks its own can be seen in the values alone.
+A rule sees that an index picks along a dim; that each row picks its own can be seen in the values alone. The states of a value:
+
+    Fixed      the same for every microbatch
+    Rows       one slice an example: the batch is along a dim of size outer * batch * inner
+    Additive   a sum over examples: the value for the global batch is the sum over microbatches
+    Layout     the sizes of groups of sorted rows, or where they end
+    Coupled    examples are mixed (BatchNorm in training, attention over the batch): splitting the batch would change it
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -18,10 +25,72 @@ from torch import Tensor, fx
 
 from graphpar.ir.batch_sizes import batch_dims_of, result_coefficients
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State, choice_of
 from graphpar.operators.placement import literal
+from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 
+
+@dataclass(frozen=True)
+class Fixed:
+    """``pure``: computed from inputs and constants alone, so it has no gradient and no parameter in it."""
+
+    pure: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``kind`` says what a row holds:
+
+    values     anything that belongs to its example
+    position   the row's own number, divided by ``divided``
+    sorted     the number (divided by ``divided``) of the row that a sort put here
+    inverse    where a sort put this row
+    begins     where the row's own run of ``divided`` elements begins, in the order of the rows
+
+    ``order`` names the sort, or the choice, that the rows went through; rows of different orders don't belong together.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    pure: bool = True
+    kind: str = "values"
+    order: str | None = None
+    divided: int = 1
+    chosen: fx.Node | None = None  # the boolean mask that chose these rows; how many is known only when it runs
+
+    @property
+    def layout(self) -> tuple[int, int, str | None]:
+        """What rows that belong together have in common."""
+        return self.outer, self.inner, self.order
+
+
+@dataclass(frozen=True)
+class Additive:
+    """``pure`` as for :class:`Fixed`."""
+
+    pure: bool = True
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """``node`` mixes examples, for ``reason``."""
+
+    reason: str
+    node: fx.Node | None = None
+    pure: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of groups of sorted rows (how many each expert has), or where they end (``ends``)."""
+
+    order: str
+    pure: bool = True
+    ends: bool = False
+
+
+State = Fixed | Rows | Additive | Coupled | Layout
 States = Mapping[fx.Node, State]
 Found = State | Sequence[State] | None
 """The state of the one result, or of each; None where the operator's rule has to say it."""
@@ -47,6 +116,47 @@ def numbering(node: fx.Node, rows: Sequence[Rows]) -> tuple[str, int]:
     if isinstance(divisor, int) and first.kind in ("position", "sorted"):
         return first.kind, first.divided * divisor
     return "something else", 1
+
+
+# ---- which rows a mask chooses ---------------------------------------------------------------------------------
+
+
+def choice_of(mask: fx.Node) -> str:
+    """Name the rows that ``mask`` chooses, in their order: equal for equal values, whatever the shape that they are seen in."""
+    return f"chosen by {_digest(_row_major(mask), {})}"
+
+
+def _row_major(node: fx.Node) -> fx.Node:
+    """The value that ``node`` shows in another shape, element by element in the same order."""
+    source = node.args[0] if node.args else None
+    if (
+        not isinstance(source, fx.Node)
+        or not isinstance(value_of(source), Tensor)
+        or not isinstance(value_of(node), Tensor)
+    ):
+        return node
+    same = value_of(source).dtype == value_of(node).dtype
+    kinds = (Kind.RESHAPE, Kind.ALIAS, Kind.COPY)
+    return _row_major(source) if same and record_of(node).kind in kinds else node
+
+
+def _digest(node: fx.Node, known: dict[fx.Node, str]) -> str:
+    """A digest of how ``node`` is computed, the same for equal values: ``labels != -100`` may be written twice."""
+    if node in known:
+        return known[node]
+    drawn = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    if node.op in ("placeholder", "get_attr") or drawn:
+        text = node.name
+    else:
+        operands = node.all_input_nodes
+        if len(operands) == 1 and record_of(node).kind in (Kind.POINTWISE, Kind.COPY):  # of a view is a view of it
+            operands = [_row_major(operands[0])]
+        words = [_digest(argument, known) for argument in operands]
+        place = {argument: index for index, argument in enumerate(node.all_input_nodes)}
+        shape = fx.map_arg((node.args, dict(node.kwargs)), lambda n: slice(place[n]))  # type: ignore[arg-type, return-value]
+        text = f"{node.target}{shape}{words}"
+    known[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return known[node]
 
 
 # ---- sorting and choosing --------------------------------------------------------------------------------------
@@ -109,7 +219,7 @@ def _index(node: fx.Node, states: States, pure: bool) -> Found:
     if not isinstance(state, Rows):
         return mixes if numbered else None
     mask = indices[0]
-    if len(by) == 1 and _is_mask(mask):
+    if len(by) == 1 and is_mask(mask):
         return _masked(node, state, mask, states, pure)
     own = by.get(state.dim)
     if own is None:
@@ -138,7 +248,8 @@ def _picked(node: fx.Node, state: Rows, by: Rows, rows: Sequence[Rows], pure: bo
     return Rows(dims[0], by.outer, by.inner, pure, order=given)
 
 
-def _is_mask(node: Any) -> TypeGuard[fx.Node]:
+def is_mask(node: Any) -> TypeGuard[fx.Node]:
+    """Whether an index is a mask: of truth values, or of bytes."""
     value = value_of(node) if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype.itemsize == 1
 
@@ -173,7 +284,7 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
         rows_for_rows = value_of(indices[0]).ndim == 1 and value_of(values).ndim == value_of(target).ndim
         found = _written_back(state, first, what, pure, bool(literal(node, "accumulate"))) if rows_for_rows else None
         return found or mixes
-    mask = indices[0] if len(indices) == 1 and _is_mask(indices[0]) else None
+    mask = indices[0] if len(indices) == 1 and is_mask(indices[0]) else None
     if not numbered and mask is None:
         return None
     if not isinstance(state, Rows) or state.order is not None or not _fits(node, state, what, states):
@@ -238,7 +349,7 @@ def _fits(node: fx.Node, state: Rows, what: State, states: States) -> bool:
         not isinstance(what, Rows)
         or what.layout != state.layout
         or what.kind != "values"
-        or any(map(_is_mask, picks))
+        or any(map(is_mask, picks))
         or not together
     ):
         return False

@@ -34,6 +34,10 @@ class Size:
 
     __rmul__ = __mul__
 
+    def __add__(self, other: Size) -> Size:
+        assert self.power == other.power, "sizes that grow differently with the batch"
+        return Size(self.number + other.number, self.power)
+
     def at(self, batch: int) -> float:
         """Return the number for a batch of ``batch`` rows."""
         return float(self.number * float(batch) ** self.power)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import fx
 
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import unsharded
 from graphpar.operators.placement import Context, Placement, can_shard, operands_of, results_of, sizes_of
 from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import R, Shard
@@ -36,7 +35,6 @@ RECORDS: dict[str, Record] = {
         Record(Kind.FACTORY, placements=fresh, spelling=write.METHOD),
     ),
     "new_empty": Record(Kind.FACTORY, placements=fresh),
-    **each("bernoulli multinomial", Record(Kind.RANDOM, unsharded)),
     # numbers
     "sym_size": Record(Kind.NUMBER, spelling=(write.size,)),
     "sym_float": Record(Kind.NUMBER, spelling=(write.renamed("float"),)),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
+from graphpar.emitted import gated, rotary
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
+from graphpar.operators.composite import Composite
 from graphpar.operators.notation import Factors, Rule, labelled
 from graphpar.operators.placement import (
     Context,
@@ -81,12 +85,43 @@ def _dropout(node: fx.Node) -> Rule | None:
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
 
+def _drawn(node: fx.Node) -> Rule | None:
+    """``random_streams.normal(keys [b], size of a row, batch_dim)``; torch's functions of these names have no keys, and mix nothing."""
+    labels = labelled(value_of(node).ndim)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return elementwise(node)
+    batch_dim: Any = node.kwargs.get("batch_dim", 0)
+    return Rule((("1",) if batch_dim is None else (labels[int(batch_dim)],),), (labels,), padded=frozenset(labels))
+
+
 def _rotary(node: fx.Node) -> Rule:
     """``rotary.apply_rotary(x, cos, sin)``: the features of a row stay together; tables are broadcast to other dims."""
     sizes = sizes_of(node)
     labels = labelled(len(sizes))
     operands = tuple(aligned(sizes_of(operand), sizes, labels) for operand in operands_of(node))
     return Rule(operands, (labels,), frozenset(labels[-1:]), frozenset(labels[:-1]), FIRST)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn pairs of features, (a, b) -> (a cos - b sin, b cos + a sin), by tables with one number a feature or a pair."""
+    width, dim = x.size(-1), -1 if interleaved else -2
+
+    def pairs(each: Tensor) -> Tensor:
+        count = min(2, 2 * each.size(-1) // width)
+        made: Tensor = each.unflatten(-1, (-1, count) if interleaved else (count, -1))
+        return made
+
+    (a, b), cos, sin = pairs(x).unbind(dim), pairs(cos), pairs(sin)
+    first, second = (a * cos.select(dim, 0) - b * sin.select(dim, 0), b * cos.select(dim, -1) + a * sin.select(dim, -1))
+    return torch.stack([first, second], dim).flatten(-2)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
 
 
 def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
@@ -125,7 +160,7 @@ def pointwise(*spelling: write.Spelling, **facts: Any) -> Record:
     return Record(Kind.POINTWISE, elementwise, spelling=spelling, **facts)
 
 
-def _compared(symbol: str) -> Record:
+def _comparison(symbol: str) -> Record:
     return pointwise(write.infix(symbol, write.COMPARE), tame=True)
 
 
@@ -133,20 +168,30 @@ def _error(function: str, keywords: str = "", functions: bool = False) -> Record
     return replace(_LOSS, functions=functions, spelling=(write.loss(function, keywords),))
 
 
+def _gate(function: Callable[..., Tensor], parts: Callable[..., Tensor], *options: dict[str, Any]) -> Record:
+    return Record(
+        Kind.POINTWISE,
+        elementwise,
+        linear=(frozenset({1}),),
+        tame=True,
+        functions=True,
+        kernels=(Kernel(2, True), Kernel(3)),
+        # the activation's slope by a product, and the activation again times the gradient
+        backward=(Kernel(3), Kernel(3, True), Kernel(2, True), Kernel(3)),
+        composite=Composite(
+            function,
+            parts,
+            fuses=True,
+            title="activated gates times values",
+            samples=tuple(lambda draw, own=own: ((draw(2, 3), draw(2, 3)), own) for own in options or ({},)),  # type: ignore[misc]
+        ),
+    )
+
+
 _LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
 PLAIN = Record(Kind.POINTWISE, elementwise)
 """The record of pointwise operators of which no more is known."""
 _SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
-_GATED = Record(
-    Kind.POINTWISE,
-    elementwise,
-    linear=(frozenset({1}),),
-    tame=True,
-    functions=True,
-    kernels=(Kernel(2, True), Kernel(3)),
-    # the activation's slope by a product, and the activation again times the gradient
-    backward=(Kernel(3), Kernel(3, True), Kernel(2, True), Kernel(3)),
-)
 _COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
 _ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
 _LIKE = Record(Kind.FACTORY, elementwise, tame=True)
@@ -167,12 +212,12 @@ RECORDS: dict[str, Record] = {
     "negative": pointwise(linear=FIRST, saves=Reads.NOTHING),
     "pow": pointwise(write.power, write.method),
     # comparisons and bits
-    "eq": _compared("=="),
-    "ne": _compared("!="),
-    "lt": _compared("<"),
-    "le": _compared("<="),
-    "gt": _compared(">"),
-    "ge": _compared(">="),
+    "eq": _comparison("=="),
+    "ne": _comparison("!="),
+    "lt": _comparison("<"),
+    "le": _comparison("<="),
+    "gt": _comparison(">"),
+    "ge": _comparison(">="),
     **each("greater greater_equal less less_equal not_equal isclose isreal isnan isfinite isinf logical_xor", PLAIN),
     **each("__and__ bitwise_and", pointwise(write.infix("&", write.AND))),
     **each("__or__ bitwise_or", pointwise(write.infix("|", write.OR))),
@@ -200,7 +245,8 @@ RECORDS: dict[str, Record] = {
     "round": pointwise(write.method, saves=Reads.NOTHING),
     "clamp": pointwise(write.method, tame=True),
     **each("maximum minimum hardtanh relu6 hardswish", pointwise(tame=True)),
-    **each("prelu _prelu_kernel absolute ldexp float_power special_ndtr special_polygamma", PLAIN),
+    "prelu": Record(Kind.POINTWISE, elementwise, module="PReLU"),
+    **each("_prelu_kernel absolute ldexp float_power special_ndtr special_polygamma", PLAIN),
     # choosing
     "where": pointwise(linear=(frozenset({1, 2}),), tame=True, saves=Reads.NOTHING),
     "masked_fill": pointwise(write.method, linear=FIRST, tame=True, saves=Reads.NOTHING),
@@ -225,10 +271,18 @@ RECORDS: dict[str, Record] = {
     **each("zeros_like ones_like empty_like full_like", _LIKE),
     # random numbers
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
+    **each("uniform normal exponential integers", Record(Kind.RANDOM, _drawn, spelling=(write.drawn,))),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
     # a product, and two that each read three halves and write one
-    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, in_place=True, kernels=(Kernel(2), Kernel(1.5), Kernel(1.5))),
-    **each("swiglu geglu", _GATED),
+    "apply_rotary": Record(
+        Kind.POINTWISE, _rotary, linear=FIRST, in_place=True, kernels=(Kernel(2), Kernel(1.5), Kernel(1.5)),
+        composite=Composite(rotary.apply_rotary, _rotated, samples=(
+            lambda draw: ((draw(2, 3, 4, 6), draw(4, 6), draw(4, 6)), {}),
+            lambda draw: ((draw(2, 4, 3, 6), draw(4, 1, 3), draw(4, 1, 3)), {"interleaved": True}),
+        )),
+    ),
+    "swiglu": _gate(gated.swiglu, _swiglu),
+    "geglu": _gate(gated.geglu, _geglu, {}, {"approximate": "tanh"}),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element

@@ -73,10 +73,10 @@ class FunctionOperator:
         """Compute the gradients of the inputs by applying the class again."""
         saved = iter(ctx.saved_tensors)
         arguments = [next(saved) if kind == "Tensor" else item for kind, item in zip(self.kinds, ctx.others)]
-        wanted = [index for index, needed in enumerate(ctx.needs_input_grad) if needed]
+        required = [index for index, needed in enumerate(ctx.needs_input_grad) if needed]
         for index, kind in enumerate(self.kinds):
             if kind == "Tensor":
-                arguments[index] = arguments[index].detach().requires_grad_(index in wanted)
+                arguments[index] = arguments[index].detach().requires_grad_(index in required)
         with torch.enable_grad():
             made = plain_apply(self.function, *self.given(arguments))
         results = made if isinstance(made, tuple) else (made,)
@@ -84,8 +84,8 @@ class FunctionOperator:
         found: list[Tensor | None] = [None] * len(arguments)
         if pairs:
             outputs, given = zip(*pairs)
-            leaves = [arguments[index] for index in wanted]
-            for index, gradient in zip(wanted, torch.autograd.grad(outputs, leaves, given, allow_unused=True)):
+            leaves = [arguments[index] for index in required]
+            for index, gradient in zip(required, torch.autograd.grad(outputs, leaves, given, allow_unused=True)):
                 found[index] = gradient
         return tuple(found)
 
@@ -119,7 +119,7 @@ def refusal(function: type, why: str, advice: str = "") -> GraphparError:
 
 def opaque_apply(function: type, arguments: Sequence[Any]) -> Any:
     """Call ``function.apply(*arguments)`` as one operator of the trace."""
-    kinds = tuple(_kind(function, index, item) for index, item in enumerate(arguments))
+    kinds = tuple(_argument_kind(function, index, item) for index, item in enumerate(arguments))
     results, differentiable, alone = _tried(function, arguments)
     tuples = tuple(index for index, item in enumerate(arguments) if isinstance(item, tuple))
     target = _operator(FunctionOperator(function, kinds, tuples, results, alone))
@@ -156,7 +156,7 @@ _KINDS: dict[type, str] = {
 }
 
 
-def _kind(function: type, index: int, item: Any) -> str:
+def _argument_kind(function: type, index: int, item: Any) -> str:
     if isinstance(item, Tensor):
         return "Tensor"
     if item is None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphpar.ir.program import Block, Helper, Program, operator_name
 from graphpar.operators.placement import results_of, sums
-from graphpar.runtime.modes import TRAIN
+from graphpar.runtime.option_kinds import TRAIN
 
 
 def block_results(graph: fx.Graph) -> list[fx.Node]:

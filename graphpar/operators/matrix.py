@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
 
+from graphpar.emitted import collectives
+from graphpar.emitted import parallel_products as products
+from graphpar.emitted import ring_attention as emitted_ring
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
+from graphpar.operators.composite import Composite, Draw, Local, LocalCall, Message, Messages, Sample
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule, parse_rule
@@ -26,7 +33,10 @@ from graphpar.operators.placement import (
     sizes_of,
 )
 from graphpar.operators.record import EACH, Kind, Reads, Record, each
+from graphpar.runtime.axes import Divides
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
+
+_aten = torch.ops.aten
 
 
 def _ranks(node: fx.Node) -> tuple[list[int], list[int]]:
@@ -76,17 +86,26 @@ def matmul(node: fx.Node) -> Rule | None:
     )
 
 
-def embedding(node: fx.Node, context: Context) -> list[Placement]:
-    """Sharded by vocabulary, each rank looks up the ids that it has rows for and gives zero for the others."""
-    by_frequency, sparse = (bool(literal(node, name)) for name in ("scale_grad_by_freq", "sparse"))
+def embedding(node: fx.Node) -> Rule:
+    """Rows of a table; the vocabulary is not sharded without a mask."""
     rule = parse_rule("v d, ... -> ... d", *_ranks(node), fixed="v", linear=[{0}])
-    if by_frequency:  # the gradient divides by how often an index occurs in the whole batch
+    if literal(node, "scale_grad_by_freq"):  # the gradient divides by how often an index occurs in the whole batch
         rule = replace(rule, fixed=rule.fixed | set(rule.operands[1]))
-    found = from_rule(node, rule, context)
-    plain = not by_frequency and not sparse
-    if plain and sizes_of(operands_of(node)[0])[0][0] > context.degree:
-        found.append(Placement((Shard(0), R), (P,), "vocab_embedding"))
-    return found
+    return rule
+
+
+def vocab_embedding(node: fx.Node, context: Context) -> list[Placement]:
+    """Sharded by vocabulary, each rank looks up the ids that it has rows for and gives zero for the others."""
+    if literal(node, "scale_grad_by_freq") or literal(node, "sparse"):
+        return []
+    wide = sizes_of(operands_of(node)[0])[0][0] > context.degree
+    return [Placement((Shard(0), R), (P,), "vocab_embedding")] if wide else []
+
+
+def vocab_embedding_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the row without gradient where there is one."""
+    padding = call.get("padding_idx", -1)
+    return (call.args[1], call.args[0], *axes), {} if padding == -1 else {"padding_idx": padding}
 
 
 def attention(node: fx.Node, context: Context) -> list[Placement]:
@@ -113,7 +132,7 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     causal = bool(literal(node, "is_causal", 5, False)) or operator_name(node) == "cached_attention"
     fixed = "k e f h g" if shared else "k e f"
     rule = parse_rule(f"{', '.join(texts)} -> {lead} h q f", *_ranks(node), fixed=f"{fixed} q" if causal else fixed)
-    found = from_rule(node, rule, context) + ring(node, context)
+    found = from_rule(node, rule, context)
     masked = len(operands) > 3 and value_of(operands[3]).ndim >= 3 and sizes_of(operands[3])[-3] != (1, 0)
     by_heads, others = Shard(rank - 3), tuple(R for _ in operands[3:])
     if shared and keys[-3][0] % context.degree == 0 and not masked:  # whole groups of heads
@@ -135,8 +154,8 @@ def heads_of(node: fx.Node) -> int:
 
 def ring(node: fx.Node, context: Context) -> list[Placement]:
     """Queries, keys and values sharded along the sequence, if only their places say which keys a query sees."""
-    operands, plain = operands_of(node), operator_name(node) == "scaled_dot_product_attention"
-    if not plain or len(operands) > 3 or value_of(node).ndim != 4 or literal(node, "dropout_p", 4, 0.0):
+    operands = operands_of(node)
+    if len(operands) > 3 or value_of(node).ndim != 4 or literal(node, "dropout_p", 4, 0.0):
         return []
     batches, heads, rows = zip(*(sizes_of(operand)[:3] for operand in operands))
     by_rows, grouped = Shard(2), literal(node, "enable_gqa", 7, False)
@@ -147,6 +166,50 @@ def ring(node: fx.Node, context: Context) -> list[Placement]:
     if not all(size[1] == 0 and can_shard(size, by_rows, context.degree, padded=True) for size in rows):
         return []
     return [Placement((by_rows,) * 3, (by_rows,), "ring_attention")]
+
+
+def ring_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Attention on this rank's rows; a ring brings it the keys and values of the others."""
+    keys = value_of(operands_of(call.node)[1]).shape[2]
+    options: dict[str, Any] = {}
+    for name, default in (("is_causal", False), ("scale", None), ("enable_gqa", False)):
+        if call.get(name, default) != default:
+            options[name] = call.get(name)
+    if int(keys) % call.degrees[axes[0]]:
+        options["length"] = int(keys)
+    return (*call.args[:3], *axes), options
+
+
+def ring_messages(node: fx.Node, operands: Sequence[Local], result: Local, degree: int) -> Messages:
+    """Keys and values go round the ring while attention runs, and their gradients.
+
+    With ``is_causal`` chunks are exchanged before the ring and after it. Of two ranks each keeps half of its rows; of more, some keep none.
+    """
+    query, keys = operands[0].nbytes, operands[1].nbytes + operands[2].nbytes
+    forward = [Message("send", keys, degree - 1, True)]
+    backward = [Message("send", 2 * keys, degree - 1, True)]
+    if literal(node, "is_causal", default=False):
+        moved = 0.5 if degree == 2 else 1.0
+        forward += [Message("send", moved * (query + keys)), Message("send", moved * result.nbytes)]
+        backward += [Message("send", moved * 2 * result.nbytes), Message("send", moved * (query + keys))]
+    return forward, backward
+
+
+def _attention_of_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    length: int | None = None,
+) -> Tensor:
+    key, value = (x if length is None else x.narrow(2, 0, length) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _embedding_of_parts(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(ids, weight, padding_idx)
 
 
 def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
@@ -234,6 +297,83 @@ def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rul
     return rule
 
 
+# ---- products and their collectives, as functions of the emitted package -----------------------------------------
+
+Biases = Sequence[Tensor | None] | None
+
+
+def _products(whole: Tensor, weights: Sequence[Tensor], biases: Biases) -> tuple[Tensor, ...]:
+    return tuple(F.linear(whole, *pair) for pair in zip(weights, biases or [None] * len(weights)))
+
+
+def _gathered_products(
+    on: ModuleType,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    axis: str,
+    dim: int,
+    biases: Biases = None,
+    in_order: bool = False,
+) -> tuple[Tensor, ...]:
+    return _products(on.all_gather(x, axis, dim=dim), weights, biases)
+
+
+def _scattered_product(on: ModuleType, x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
+    result: Tensor = on.reduce_scatter(F.linear(x, weight), axis, dim=dim)
+    return result
+
+
+def _shared_products(
+    on: ModuleType, x: Tensor, weights: Sequence[Tensor], axis: str, biases: Biases = None
+) -> tuple[Tensor, ...]:
+    return _products(on.sum_gradient(x, axis), weights, biases)
+
+
+def _single(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the parts of a function of one weight and bias from those of several."""
+
+    def single(
+        on: ModuleType, x: Tensor, weight: Tensor, *rest: Any, bias: Tensor | None = None, **options: Any
+    ) -> Any:
+        return parts(on, x, [weight], *rest, biases=[bias], **options)[0]
+
+    return single
+
+
+def _several(draw: Draw, rows: int, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (draw(2, rows, 3), [draw(4, 3), draw(4, 3)], "tp"), {**options, "biases": [draw(4), None]}
+
+
+def _one(draw: Draw, rows: int, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (draw(2, rows, 3), draw(4, 3), "tp"), options
+
+
+def _with_collectives(function: Callable[..., Any], parts: Callable[..., Any], *samples: Sample) -> Record:
+    return Record(Kind.OTHER, composite=Composite(function, parts, samples=samples))
+
+
+_IN_DIM: tuple[Sample, ...] = (lambda draw: _several(draw, 2, dim=1),)
+_IN_ORDER: tuple[Sample, ...] = (lambda draw: _several(draw, 2, dim=1, in_order=True),)
+_OUT: tuple[Sample, ...] = (lambda draw: _one(draw, 12, dim=1),)
+PRODUCTS = {
+    record.composite.function.__name__: record
+    for record in (
+        _with_collectives(products.gathered_products, _gathered_products, *_IN_DIM, *_IN_ORDER),
+        _with_collectives(
+            products.gathered_product, _single(_gathered_products), lambda draw: _one(draw, 2, dim=1, bias=draw(4))
+        ),
+        _with_collectives(products.scattered_product, _scattered_product, *_OUT),
+        _with_collectives(products.shared_products, _shared_products, lambda draw: _several(draw, 2)),
+        _with_collectives(products.shared_product, _single(_shared_products), lambda draw: _one(draw, 2, bias=draw(4))),
+        _with_collectives(products.ring_gathered_products, _gathered_products, *_IN_DIM),
+        _with_collectives(
+            products.ring_gathered_product, _single(_gathered_products), lambda draw: _one(draw, 2, dim=1)
+        ),
+        _with_collectives(products.ring_scattered_product, _scattered_product, *_OUT),
+    )
+    if record.composite is not None
+}
+
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +383,7 @@ _ATTENTION = write.function(
 _GROUPED = Record(Kind.GROUPED, grouped, grouped_mm, spelling=(write.grouped_product,))
 
 RECORDS: dict[str, Record] = {
+    **PRODUCTS,
     "linear": Record(
         Kind.PRODUCT, linear, bias=2, module="Linear", spelling=(write.function("F.linear", "input weight bias"),),
     ),
@@ -256,19 +397,29 @@ RECORDS: dict[str, Record] = {
     "baddbmm": Record(Kind.PRODUCT, added("b m k, b k n -> b m n"), bias=0),
     "addbmm": Record(Kind.PRODUCT, added("b m k, b k n -> m n"), bias=0),
     "addmv": Record(Kind.PRODUCT, added("m k, k -> m"), bias=0),
-    "bilinear": Record(Kind.PRODUCT, bilinear, bias=3),
+    "bilinear": Record(Kind.PRODUCT, bilinear, bias=3, module="Bilinear"),
     "addr": Record(Kind.POINTWISE, added("m, n -> m n"), bias=0),
     **each("outer ger", Record(Kind.POINTWISE, line("m, n -> m n", linear=2))),
     "cdist": Record(Kind.REDUCTION, line("... m d, ... n d -> ... m n", fixed="d")),
     **each("grouped_mm grouped_mm_fallback _grouped_mm", _GROUPED),
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
-    "ring_attention": Record(Kind.ATTENTION),
+    "ring_attention": Record(Kind.ATTENTION, composite=Composite(
+        emitted_ring.ring_attention, _attention_of_parts, of=_aten.scaled_dot_product_attention.default, placements=ring,
+        arguments=ring_arguments, sends=ring_messages, divides=(Divides.SEQUENCE,), title="ring attention",
+        samples=(
+            lambda draw: ((draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), None, 0.0, True), {"enable_gqa": True}),
+            lambda draw: ((draw(2, 4, 8, 6), draw(2, 4, 9, 6), draw(2, 4, 9, 6)), {}),
+        ),
+    )),
     "cached_attention": Record(Kind.ATTENTION, placements=attention),
     "embedding": Record(
-        Kind.LOOKUP, placements=embedding, module="Embedding",
+        Kind.LOOKUP, embedding, module="Embedding",
         spelling=(write.function("F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"),),
     ),
     "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
-    "vocab_embedding": Record(Kind.LOOKUP),
+    "vocab_embedding": Record(Kind.LOOKUP, composite=Composite(
+        collectives.vocab_embedding, _embedding_of_parts, of=_aten.embedding.default, placements=vocab_embedding,
+        arguments=vocab_embedding_arguments, order=(1, 0), samples=(lambda draw: ((draw(8, 3), draw(2, 5, below=8)), {}),),
+    )),
 }  # fmt: skip

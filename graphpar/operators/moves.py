@@ -401,7 +401,8 @@ def transformed(node: fx.Node) -> Rule:
     given, sizes = literal(node, "dim"), literal(node, "s") if argument_place(node, "s") is not None else None
     if given is None:
         given = range(rank - len(sizes), rank) if sizes else range(rank)
-    return along(node, [int(dim) for dim in (given if isinstance(given, list | tuple | range) else [given])])
+    dims = [int(dim) for dim in (given if isinstance(given, list | tuple | range) else [given])]
+    return along(node, dims, uneven=False)  # of no rows, as an expert may have, torch makes no transform
 
 
 def matrices(node: fx.Node) -> Rule:

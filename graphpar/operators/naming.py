@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -88,8 +88,13 @@ def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict
         if name in taken:
             parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
             name = f"{parts[-1]}_{name}" if parts and f"{parts[-1]}_{name}" not in taken else name
-        unique, number = name, 2
-        while unique in taken:
-            unique, number = f"{name}_{number}", number + 1
-        names[node] = unique
+        names[node] = free_name(name, taken)
     return names
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return ``name``, or where that is taken ``name_2``, ``name_3``, and so on."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}_{number}", number + 1
+    return free

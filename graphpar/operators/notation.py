@@ -34,7 +34,7 @@ class Rule:
     uneven: bool = False
 
     def __str__(self) -> str:
-        text = f"{_shown(self.operands)} -> {_shown(self.results)}"
+        text = f"{_factors_text(self.operands)} -> {_factors_text(self.results)}"
         return f"{text}  fixed {' '.join(sorted(self.fixed))}" if self.fixed else text
 
 
@@ -43,7 +43,7 @@ def labelled(rank: int) -> Factors:
     return tuple(f"d{dim}" for dim in range(rank))
 
 
-def _shown(tensors: Sequence[Factors]) -> str:
+def _factors_text(tensors: Sequence[Factors]) -> str:
     return ", ".join(" ".join(factors) or "()" for factors in tensors)
 
 

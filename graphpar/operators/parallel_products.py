@@ -10,6 +10,7 @@ what is summed. A product between two collectives is beside the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -29,6 +30,30 @@ IN_PIECES = (collectives.all_gather, collectives.reduce_scatter)
 """Collectives that can be sent in pieces, beside their products."""
 _APART = {Kind.POINTWISE, Kind.VIEW, Kind.ALIAS, Kind.COPY, Kind.PERMUTE, Kind.EXPAND}
 """Kinds of operators that read rows wherever they lie in memory, and give rows that lie alike, or any."""
+
+
+JOINED = "joined"
+"""In the metadata of a collective: :class:`Joined`; in that of its products, where it is sent in pieces: the collective."""
+
+
+class Joined(NamedTuple):
+    """The products that become one function with a collective.
+
+    Attributes:
+        products: in order.
+        ring: it is sent in pieces, beside these.
+        in_order: what is gathered, and the results, lie in memory in their order.
+    """
+
+    products: tuple[fx.Node, ...]
+    ring: bool
+    in_order: bool
+
+
+def joined_with(node: fx.Node) -> Joined | None:
+    """Return what becomes one function with a collective; None where it stays by itself."""
+    found = node.meta.get(JOINED)
+    return found if isinstance(found, Joined) else None
 
 
 def products_of(node: fx.Node) -> list[fx.Node]:

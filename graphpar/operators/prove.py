@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-import threading
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives, ring_attention
 from graphpar.ir.program import value_of
 from graphpar.operators.placement import (
     Context,
@@ -31,7 +29,8 @@ from graphpar.operators.placement import (
     sizes_of,
     sums,
 )
-from graphpar.operators.rewrite import REWRITES, TOGETHER, CallSpecs, on_pieces
+from graphpar.operators.rank_threads import on_ranks
+from graphpar.operators.rewrite import REWRITES, CallSpecs, on_pieces
 from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, joined, local_size, shard_of
 
 _AXIS = "tp"
@@ -138,7 +137,7 @@ def context_of(degree: int, offered: bool = True, replicas: bool = False) -> Con
         degree,
         lambda node, index: offers(node, index, degree) if offered else [],
         lambda node: any(sums(tensor) for tensor in results_of(node)),
-        REWRITES,
+        tuple(REWRITES),
         lambda node, index: [ExpertRows(offsets=_SOME_ROWS)] if offered else [],
         replicas,
     )
@@ -192,7 +191,7 @@ class Trial:
         if len(placement.operands) != len(self.values) or len(placement.results) != len(self.results):
             return "the placement does not fit the operator"
         given = [self._split(v, kind, degree, True) for v, kind in zip(self.values, placement.operands)]
-        wanted = [
+        required = [
             [None] * degree if g is None else self._split(g, _gradient(kind), degree, False)
             for g, kind in zip(self.gradients, placement.results)
         ]
@@ -206,10 +205,13 @@ class Trial:
         def rank(index: int) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = self._leaves([pieces[index] for pieces in given])
             results = self._run(leaves, specs, index)
-            return results, self._backward(results, [gradients[index] for gradients in wanted], leaves)
+            return results, self._backward(results, [gradients[index] for gradients in required], leaves)
 
-        together = placement.rewrite in TOGETHER
-        ranks = _together(rank, degree) if together else [rank(i) for i in range(degree)]
+        if placement.rewrite and REWRITES[placement.rewrite].together:
+            emitted = [module for name, module in sys.modules.items() if name.startswith("graphpar.emitted.")]
+            ranks = on_ranks(rank, degree, emitted)
+        else:
+            ranks = [rank(index) for index in range(degree)]
         for number, kind in enumerate(placement.results):
             if not self.used[number]:
                 continue  # without users its type does not matter
@@ -239,17 +241,17 @@ class Trial:
         floats = list(self.smooth)
         alone = [[index == at for index in range(len(floats))] for at, smooth in enumerate(floats) if smooth]
         found = [False] * len(floats)
-        for wanted in [floats, *alone]:
-            self.smooth = wanted
+        for required in [floats, *alone]:
+            self.smooth = required
             leaves = self._leaves(self.values)
             try:
                 results = self._run(leaves, specs, 0)
                 self._backward(results, [torch.ones_like(r) if r.requires_grad else None for r in results], leaves)
             except (RuntimeError, NotImplementedError):
                 continue
-            if wanted is floats:
+            if required is floats:
                 return floats
-            found = [a or b for a, b in zip(found, wanted)]
+            found = [a or b for a, b in zip(found, required)]
         return found
 
     def _run(self, leaves: Sequence[Tensor], specs: CallSpecs, index: int) -> list[Tensor]:
@@ -275,8 +277,8 @@ class Trial:
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         if not pairs or not inputs:
             return [None] * len(leaves)
-        outputs, wanted = zip(*pairs)
-        found = iter(torch.autograd.grad(outputs, inputs, wanted, allow_unused=True))
+        outputs, required = zip(*pairs)
+        found = iter(torch.autograd.grad(outputs, inputs, required, allow_unused=True))
         dense = [None if not leaf.requires_grad else next(found) for leaf in leaves]
         return [gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in dense]
 
@@ -362,58 +364,3 @@ def _precision(tensors: Sequence[Tensor]) -> float:
     """Return the tolerance that the coarsest of the dtypes allows."""
     known = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
     return max((known.get(t.dtype, 5e-2) for t in tensors if sums(t)), default=1e-7)
-
-
-def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
-    """Run all ranks at once, as threads, with collectives between them."""
-    place = threading.local()
-    barrier = threading.Barrier(degree, timeout=60)
-    table: list[Any] = [None] * degree
-    found: list[Any] = [None] * degree
-
-    def everyones(x: Tensor) -> Tensor:
-        table[place.rank] = x
-        barrier.wait()
-        stacked = torch.stack(list(table))
-        barrier.wait()
-        return stacked
-
-    def all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
-        return everyones(x).sum(0) if operation == "sum" else everyones(x).amax(0)
-
-    def reduce_scatter(x: Tensor, axis: str) -> Tensor:
-        return everyones(x).sum(0)[place.rank : place.rank + 1]
-
-    def all_to_all(x: Tensor, of: list[int], to: list[int], axis: str) -> Tensor:
-        table[place.rank] = x.split(to)
-        barrier.wait()
-        received = torch.cat([pieces[place.rank] for pieces in table])
-        barrier.wait()
-        return received
-
-    def run(index: int) -> None:
-        place.rank = index
-        try:
-            found[index] = rank(index)
-        except Exception as error:
-            found[index] = error
-            barrier.abort()
-
-    with (
-        mock.patch.object(collectives, "_all_reduce", all_reduce),
-        mock.patch.object(collectives, "_all_gather", lambda x, axis: everyones(x).flatten(0, 1)),
-        mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
-        mock.patch.object(ring_attention, "_all_to_all", all_to_all),
-        mock.patch.object(ring_attention, "_done", lambda x: x),
-        mock.patch.multiple(collectives, rank=lambda axis: place.rank, size=lambda axis: degree),
-        mock.patch.multiple(ring_attention, rank=lambda axis: place.rank, size=lambda axis: degree),
-    ):
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(degree)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for outcome in found:
-        if isinstance(outcome, Exception) and not isinstance(outcome, threading.BrokenBarrierError):
-            raise outcome
-    return found

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from graphpar.operators.composite import Composite
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement
 from graphpar.operators.spelling import Spelling
@@ -66,10 +67,15 @@ class Reads(Enum):
 
 
 class Kernel(NamedTuple):
-    """A kernel that moves ``moves`` times the bytes of its operator's result; ``functions`` as in :class:`Record`."""
+    """A kernel that moves ``moves`` times the bytes of its operator's result, or of an ``operand``; ``functions`` as in :class:`Record`.
+
+    ``fused``: how often it moves them where a compiler makes it.
+    """
 
     moves: float
     functions: bool = False
+    operand: int | None = None
+    fused: float | None = None
 
 
 _MULTIPLIES = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.ATTENTION}
@@ -106,9 +112,11 @@ class Record:
         functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
         kernels: those of its forward, where they are more than one, and of its backward, unless ``backward`` has those.
         in_place: some of its kernels write what another made, so ``torch.compile`` doesn't fuse them.
+        alone: no compiler fuses its kernels with others', as collectives stand between them.
         sizes: the argument that gives the result's sizes.
-        module: the class of ``torch.nn`` that calls it with its own parameters.
+        module: the class of ``torch.nn`` that calls it with its own parameters; ``{}`` in it is the number of spatial dims.
         spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
+        composite: what else there is to know of a function of ``graphpar.emitted``.
     """
 
     kind: Kind
@@ -125,9 +133,11 @@ class Record:
     kernels: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     in_place: bool = False
+    alone: bool = False
     sizes: str = ""
     module: str = ""
     spelling: tuple[Spelling, ...] = ()
+    composite: Composite | None = None
 
     @property
     def multiplies(self) -> bool:

@@ -126,6 +126,23 @@ def weight_norm(node: fx.Node) -> Rule:
     return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))
 
 
+_CHOICES = {"topk", "argmax", "sort", "argsort", "max"}
+_EXPERTS = 1024
+"""Scores of more than that are not those of experts."""
+
+
+def chooses(node: fx.Node) -> bool:
+    """Whether an operator chooses by scores, few for each row, as a router does among experts.
+
+    Where scores are equal but for their last bits, ranks would choose differently: rows are lost then, or ranks send others than expected.
+    Tokens of a vocabulary and keys of attention are no experts, and too many to be sent.
+    """
+    if operator_name(node) not in _CHOICES:
+        return False
+    scores = value_of(operands_of(node)[0])
+    return scores.is_floating_point() and scores.ndim > 1 and int(scores.shape[-1]) <= _EXPERTS
+
+
 # ---- records ---------------------------------------------------------------------------------------------------
 
 _REDUCTION = Record(Kind.REDUCTION, reduction, spelling=write.METHOD)

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpar.emitted import collectives, random_streams, ring_attention
+from graphpar.emitted import collectives, random_streams
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
-from graphpar.operators.placement import argument_place, operands_of
+from graphpar.operators.composite import Composite, Emit, LocalCall
+from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kind
-from graphpar.operators.table import record_named
+from graphpar.operators.table import COMPOSITES, record_named
+from graphpar.runtime.axes import Divides
 from graphpar.runtime.layout import Shard, Type, local_size
 
 _aten = torch.ops.aten
-Emit = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_streams.dropout_attention)
+_DRAWS = (random_streams.uniform, random_streams.normal, random_streams.exponential, random_streams.integers)
+_RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_streams.dropout_attention, *_DRAWS)
 
 
 @dataclass(frozen=True)
@@ -51,31 +53,28 @@ class CallSpecs:
 
 def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], specs: CallSpecs, emit: Emit) -> Any:
     """Make the call ``node`` on one rank's arguments ``args`` and ``kwargs``, through ``emit(target, args, kwargs)``."""
-    call = _Call(node, list(args), dict(kwargs), specs.degrees)
+    call = LocalCall(node, list(args), dict(kwargs), specs.degrees)
     if "local_shape" in specs.rewrites:
         _local_shape(call, specs, emit)
-    for name, change in _CHANGES.items():
-        if name in specs.rewrites:
+    for name in dict.fromkeys(specs.rewrites):
+        if (change := REWRITES[name].change if name else None) is not None:
             change(call, specs.pieces(name))
     if node.target in _RANDOM:
         _positions(call, specs)
-    if "sync_batch_norm" in specs.rewrites:
-        axes = tuple(axis for axis, name in zip(specs.degrees, specs.rewrites) if name == "sync_batch_norm")
-        options = {name: call.get(name) for name in ("training", "momentum", "eps")}
-        return emit(collectives.sync_batch_norm, (*call.args[:5], axes), options)
     count = _labels(call, specs, emit) if "mean_of_labels" in specs.rewrites else specs.pieces("mean_of_pieces")
     result = _replaced(call, specs, emit)
     return result if isinstance(count, int) and count == 1 else emit(_aten.div.Tensor, (result, count), {})
 
 
-def _replaced(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
-    for axis, name in zip(specs.degrees, specs.rewrites):
-        if name in _REPLACED:
-            return _REPLACED[name](call, axis, emit)
+def _replaced(call: LocalCall, specs: CallSpecs, emit: Emit) -> Any:
+    for name in filter(None, specs.rewrites):
+        if (replace := REWRITES[name].replace) is not None:
+            axes = [axis for axis, other in zip(specs.degrees, specs.rewrites) if other == name]
+            return replace(call, axes, emit)
     return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
 
 
-def _labels(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
+def _labels(call: LocalCall, specs: CallSpecs, emit: Emit) -> Any:
     """Turn the mean of a loss over classes into its sum; return how many labels count on all ranks."""
     call.set("reduction", 2)
     counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
@@ -86,37 +85,7 @@ def _labels(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
     return count
 
 
-@dataclass
-class _Call:
-    """A call whose arguments are read and written by name, however they were given."""
-
-    node: fx.Node
-    args: list[Any]
-    kwargs: dict[str, Any]
-    degrees: Mapping[str, int]
-    target: Any = None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument ``name``."""
-        place = argument_place(self.node, name)
-        if place is not None and place < len(self.args):
-            return self.args[place]
-        return self.kwargs.get(name, default)
-
-    def replace(self, target: Any, **options: Any) -> None:
-        """Call ``target`` instead, on the same first operand and ``options``."""
-        self.target, self.args, self.kwargs = target, [self.args[0], *options.values()], {}
-
-    def set(self, name: str, value: Any) -> None:
-        """Replace the argument ``name``."""
-        place = argument_place(self.node, name)
-        if place is not None and place < len(self.args):
-            self.args[place] = value
-        else:
-            self.kwargs[name] = value
-
-
-def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
+def _local_shape(call: LocalCall, specs: CallSpecs, emit: Emit) -> None:
     """Make sizes of sharded dims local; one that follows the batch becomes -1, or is divided where -1 means something else."""
     name = operator_name(call.node)
     if name == "squeeze":  # a shard may have dims of size 1 that the whole tensor has not
@@ -149,7 +118,7 @@ def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
     call.set(argument, sizes)
 
 
-def _local_sizes(call: _Call, pieces: int) -> None:
+def _local_sizes(call: LocalCall, pieces: int) -> None:
     """split, split_with_sizes, tensor_split: lengths, or places, in the shard."""
     for name in ("split_sizes", "split_size", "indices"):
         given = call.get(name)
@@ -157,7 +126,7 @@ def _local_sizes(call: _Call, pieces: int) -> None:
             call.set(name, [item // pieces for item in given] if isinstance(given, list | tuple) else given // pieces)
 
 
-def _local_slice(call: _Call, pieces: int) -> None:
+def _local_slice(call: LocalCall, pieces: int) -> None:
     """slice, narrow: begin and end in the shard."""
     for name in ("start", "end", "length"):
         given = call.get(name)
@@ -165,34 +134,44 @@ def _local_slice(call: _Call, pieces: int) -> None:
             call.set(name, given // pieces)
 
 
-def _groups(call: _Call, pieces: int) -> None:
+def _groups(call: LocalCall, pieces: int) -> None:
     """A convolution or group_norm whose groups are sharded."""
     name = "num_groups" if operator_name(call.node) == "group_norm" else "groups"
     call.set(name, call.get(name, 1) // pieces)
 
 
-def _output_size(call: _Call, pieces: int) -> None:
+def _output_size(call: LocalCall, pieces: int) -> None:
     if call.get("output_size") is not None:
         call.set("output_size", call.get("output_size") // pieces)
 
 
-def _positions(call: _Call, specs: CallSpecs) -> None:
+def _positions(call: LocalCall, specs: CallSpecs) -> None:
     """Tell a random operator which shard it has: an element's random number depends on its place in the whole tensor."""
     batch_dim: int | None = call.kwargs.get("batch_dim", 0)
     if call.node.kwargs.get("kernel"):
         batch_dim = None  # its seed differs from shard to shard, whatever the dim
-    elif call.node.target is not random_streams.dropout_attention and len(call.args) > 3:
+    elif call.node.target in (random_streams.dropout, random_streams.channel_dropout) and len(call.args) > 3:
         batch_dim = call.args[3]
-    found = tuple(
-        (kind.dim, axis, kind.parts)
-        for axis, kind in zip(specs.degrees, specs.operands[0])
+    draws = call.node.target in _DRAWS
+    if draws:  # of a row, whose sizes are given without the batch's
+        batch_dim = call.kwargs.get("batch_dim", 0)
+    shards = [
+        (axis, kind)
+        for axis, kind in zip(specs.degrees, specs.results[0] if draws else specs.operands[0])
         if isinstance(kind, Shard) and kind.dim != batch_dim
-    )
+    ]
+    if draws:
+        sizes = list(call.args[1])
+        for axis, kind in shards:
+            place = kind.dim - (batch_dim is not None and kind.dim > batch_dim)
+            sizes[place] = local_size(sizes[place], kind, specs.degrees[axis])
+        call.args[1] = sizes
+    found = tuple((kind.dim, axis, kind.parts) for axis, kind in shards)
     if found:
         call.kwargs["sharded"] = found
 
 
-def _mean(call: _Call, axis: str, emit: Emit) -> Any:
+def _mean(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
     """The mean over a sharded dim: the sum of the shard, divided by the whole size."""
     whole = value_of(operands_of(call.node)[0])
     dims = call.get("dim")
@@ -203,26 +182,9 @@ def _mean(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(_aten.div.Tensor, (total, float(count)), {})
 
 
-def _vocab_embedding(call: _Call, axis: str, emit: Emit) -> Any:
-    padding = call.get("padding_idx", -1)
-    options = {} if padding == -1 else {"padding_idx": padding}
-    return emit(collectives.vocab_embedding, (call.args[1], call.args[0], axis), options)
-
-
-def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
-    logits = value_of(operands_of(call.node)[0])
-    options: dict[str, Any] = {}
-    if call.get("weight") is not None:
-        options["weight"] = call.get("weight")
-    options["reduction"] = ("none", "mean", "sum")[call.get("reduction", 1)]
-    if call.get("ignore_index", -100) != -100:
-        options["ignore_index"] = call.get("ignore_index")
-    vocabulary = int(logits.shape[min(1, logits.ndim - 1)])
-    return emit(collectives.vocab_cross_entropy, (call.args[0], call.args[1], axis, vocabulary), options)
-
-
-def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
+def _own_experts(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
     """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
+    (axis,) = axes
     own = emit(collectives.own_offsets, (call.get("offs"), axis), {})
     if isinstance(own, fx.Node):
         whole = value_of(operands_of(call.node)[2])
@@ -231,9 +193,9 @@ def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
 
-def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
+def _own_group(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
     """Attention of a part of a group of heads: keys and values are those of its group alone."""
-    query, key, value = call.args[:3]
+    (query, key, value), axis = call.args[:3], axes[0]
     dim = value_of(operands_of(call.node)[1]).ndim - 3
     own = [emit(collectives.own_group, (x, axis, dim), {}) for x in (key, value)]
     for made, x in zip(own, (key, value)):
@@ -244,35 +206,50 @@ def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(call.node.target, (query, *own, *call.args[3:]), call.kwargs)
 
 
-def _ring_attention(call: _Call, axis: str, emit: Emit) -> Any:
-    """Attention on this rank's rows; a ring brings it the keys and values of the others."""
-    keys = value_of(operands_of(call.node)[1]).shape[2]
-    options: dict[str, Any] = {}
-    for name, default in (("is_causal", False), ("scale", None), ("enable_gqa", False)):
-        if call.get(name, default) != default:
-            options[name] = call.get(name)
-    if int(keys) % call.degrees[axis]:
-        options["length"] = int(keys)
-    return emit(ring_attention.ring_attention, (*call.args[:3], axis), options)
+def _composite(composite: Composite) -> Rewrite:
+    """Make the rewrite that calls the function of a composite."""
+    arguments = composite.arguments
+    assert arguments is not None
+
+    def replace(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
+        return emit(composite.function, *arguments(call, axes))
+
+    return Rewrite(replace=replace, together=True, divides=composite.divides, updates=composite.updates)
 
 
-_CHANGES: dict[str, Callable[[_Call, int], None]] = {
-    "local_sizes": _local_sizes,
-    "local_slice": _local_slice,
-    "groups": _groups,
-    "output_size": _output_size,
+@dataclass(frozen=True)
+class Rewrite:
+    """How a call changes where ``Placement.rewrite`` names this; the rest is in :func:`on_pieces`.
+
+    Attributes:
+        change: makes literal arguments those of one of so many shards.
+        replace: (call, axes, emit) -> what stands in the place of the call.
+        own: the function that makes operands a rank's own.
+        together: the ranks communicate.
+        divides: what an axis must divide for it.
+        updates: buffers that it writes are the same on all ranks.
+    """
+
+    change: Callable[[LocalCall, int], None] | None = None
+    replace: Callable[[LocalCall, Sequence[str], Emit], Any] | None = None
+    own: Callable[..., Any] | None = None
+    together: bool = False
+    divides: tuple[Divides, ...] = tuple(Divides)
+    updates: bool = False
+
+
+_BY_EXPERTS = (Divides.EXPERTS, Divides.WEIGHTS, Divides.SEQUENCE)
+REWRITES: Mapping[str, Rewrite] = {
+    "local_shape": Rewrite(),
+    "local_sizes": Rewrite(_local_sizes),
+    "local_slice": Rewrite(_local_slice),
+    "groups": Rewrite(_groups),
+    "output_size": Rewrite(_output_size),
+    "mean": Rewrite(replace=_mean),
+    "own_experts": Rewrite(replace=_own_experts, own=collectives.own_offsets, together=True, divides=_BY_EXPERTS),
+    "own_group": Rewrite(replace=_own_group, own=collectives.own_group, together=True),
+    "mean_of_pieces": Rewrite(),
+    "mean_of_labels": Rewrite(together=True),
+    **{name: _composite(composite) for name, composite in COMPOSITES.items() if composite.of is not None},
 }
-_REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
-    "mean": _mean,
-    "vocab_embedding": _vocab_embedding,
-    "vocab_cross_entropy": _vocab_cross_entropy,
-    "own_experts": _own_experts,
-    "own_group": _own_group,
-    "ring_attention": _ring_attention,
-}
-REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
-"""The names that ``Placement.rewrite`` may have."""
-TOGETHER = (
-    "vocab_embedding", "vocab_cross_entropy", "own_experts", "own_group", "ring_attention", "mean_of_labels", "sync_batch_norm",
-)  # fmt: skip
-"""Rewrites in which the ranks communicate."""
+"""By the names that ``Placement.rewrite`` may have."""

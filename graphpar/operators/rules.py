@@ -11,7 +11,7 @@ from graphpar.operators.discover import discover, sums_gradients
 from graphpar.operators.functions import OPERATORS, names_of
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, from_rule, normalized, operands_of, results_of, whole
-from graphpar.operators.table import record_of
+from graphpar.operators.table import PLACED, record_of
 from graphpar.runtime.layout import P, R
 
 __all__ = ["REGISTERED", "has_rule", "placements", "register_rule", "rule_of"]
@@ -123,6 +123,8 @@ def placements(node: fx.Node, context: Context, tried: fx.Node | None = None) ->
                 if not sums_gradients(tried or node):
                     found = [placement for placement in found if R not in placement.operands]
             found += _biased(from_rule(node, rule, context), record.bias) if rule is not None else []
+        for composite in PLACED.get(node.target, ()):
+            found += composite.placements(node, context) if composite.placements is not None else []
     return normalized(found, node, context)
 
 

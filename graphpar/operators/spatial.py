@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
 
+from graphpar.emitted import collectives
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
+from graphpar.operators.composite import Composite, Local, LocalCall, Message, Messages
 from graphpar.operators.moves import last, unsharded
 from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
@@ -54,16 +60,39 @@ def batch_norm(node: fx.Node) -> Rule:
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
 
 
-def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
-    """Adds for training: each replica normalizes its rows, with the statistics of all replicas' rows."""
-    found = from_rule(node, batch_norm(node), context)
+def sync_batch_norm(node: fx.Node, context: Context) -> list[Placement]:
+    """In training each replica normalizes its rows, with the statistics of all replicas' rows."""
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     if not context.replicas or not literal(node, "training") or len(labels) < 2:
-        return found
+        return []
     rule = Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[1:2]))
-    rows = [p for p in from_rule(node, rule, context) if p.divides]
-    return [*found, *(Placement(p.operands, p.results, "sync_batch_norm") for p in rows)]
+    return [Placement(p.operands, p.results, "sync_batch_norm") for p in from_rule(node, rule, context) if p.divides]
+
+
+def _sync_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (*call.args[:5], tuple(axes)), {name: call.get(name) for name in ("training", "momentum", "eps")}
+
+
+def _sync_messages(node: fx.Node, operands: Sequence[Local], result: Local, degree: int) -> Messages:
+    """Each channel's mean and variance, and their gradients."""
+    nbytes = 8 * degree * operands[0].sizes[1]
+    return [Message("all-gather", nbytes)], [Message("reduce-scatter", nbytes)]
+
+
+def _norm_of_parts(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    mean, var = (None, None) if training else (running_mean, running_var)
+    return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
 
 
 def instance_norm(node: fx.Node) -> Rule:
@@ -125,8 +154,8 @@ def unfolded(node: fx.Node) -> Rule:
 _OPTIONS = "stride padding dilation groups"
 
 
-def _convolution(*spelling: write.Spelling) -> Record:
-    return Record(Kind.CONVOLUTION, placements=convolution, bias=2, spelling=spelling)
+def _convolution(module: str = "", *spelling: write.Spelling) -> Record:
+    return Record(Kind.CONVOLUTION, placements=convolution, bias=2, module=module, spelling=spelling)
 
 
 def _pool(dims: int, *spelling: write.Spelling, linear: bool = False) -> Record:
@@ -142,8 +171,8 @@ def _by_dims(dims: int) -> dict[str, Record]:
     conv = write.function(f"F.conv{dims}d", "input weight bias", _OPTIONS)
     pool = write.function(f"F.max_pool{dims}d", "self kernel_size", "stride padding dilation ceil_mode")
     return {
-        f"conv{dims}d": _convolution(conv),
-        f"conv_transpose{dims}d": _convolution(),
+        f"conv{dims}d": _convolution(f"Conv{dims}d", conv),
+        f"conv_transpose{dims}d": _convolution(f"ConvTranspose{dims}d"),
         f"max_pool{dims}d": _pool(dims, pool),
         **each(f"max_pool{dims}d_with_indices adaptive_max_pool{dims}d", _pool(dims)),
         f"avg_pool{dims}d": _pool(dims, linear=True),
@@ -181,12 +210,27 @@ RECORDS: dict[str, Record] = {
     "im2col": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.unfold"),)),
     "col2im": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.fold"),)),
     "affine_grid_generator": Record(Kind.PLACES, grid),
-    "sync_batch_norm": Record(Kind.NORM),
-    "batch_norm": Record(Kind.NORM, batch_norm, batch_norm_placements, spelling=(write.batch_norm,)),
-    "instance_norm": Record(Kind.NORM, instance_norm, spelling=(_INSTANCE_NORM,)),
+    "sync_batch_norm": Record(
+        Kind.NORM,
+        module="BatchNorm{}d",
+        composite=Composite(
+            collectives.sync_batch_norm,
+            _norm_of_parts,
+            of=torch.ops.aten.batch_norm.default,
+            placements=sync_batch_norm,
+            arguments=_sync_arguments,
+            sends=_sync_messages,
+            updates=True,
+            title="statistics of BatchNorm",
+            samples=(lambda draw: ((draw(4, 3, 5), draw(3), draw(3), None, None, True, 0.1, 1e-5, False), {}),),
+        ),
+    ),
+    "batch_norm": Record(Kind.NORM, batch_norm, module="BatchNorm{}d", spelling=(write.batch_norm,)),
+    "instance_norm": Record(Kind.NORM, instance_norm, module="InstanceNorm{}d", spelling=(_INSTANCE_NORM,)),
     "group_norm": Record(
         Kind.NORM,
         placements=group_norm,
+        module="GroupNorm",
         spelling=(write.function("F.group_norm", "input num_groups weight bias", "eps"),),
     ),
 }

@@ -74,8 +74,8 @@ def _same(item: Any, default: Any) -> bool:
     if isinstance(item, fx.Node) or isinstance(default, Tensor):
         return False
     if isinstance(item, list | tuple) and isinstance(default, list | tuple | int):
-        wanted = [default] * len(item) if isinstance(default, int) else list(default)
-        return list(item) == wanted or (len(wanted) == 1 and list(item) == wanted * len(item))
+        expected = [default] * len(item) if isinstance(default, int) else list(default)
+        return list(item) == expected or (len(expected) == 1 and list(item) == expected * len(item))
     return bool(item == default) and isinstance(item, bool) == isinstance(default, bool)
 
 
@@ -94,7 +94,7 @@ def infix(symbol: str, level: int) -> Spelling:
 
 def method(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.view(b, s)``: a method of the first argument."""
-    name = _name(node)
+    name = _method_name(node)
     if not name or not hasattr(Tensor, name):
         return None
     owner, *arguments = (shown(argument) for argument in node.args)
@@ -113,7 +113,7 @@ def attribute(name: str) -> Spelling:
     """``x.mT``: an attribute of the first argument."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        return Expression(f"{shown(node.args[0]).at(ATOM)}.{name}") if _name(node) else None
+        return Expression(f"{shown(node.args[0]).at(ATOM)}.{name}") if _method_name(node) else None
 
     return spelled
 
@@ -123,7 +123,7 @@ def renamed(path: str) -> Spelling:
     return lambda node, shown: call(path, [shown(argument).text for argument in node.args], _options(node, shown))
 
 
-def _name(node: fx.Node) -> str:
+def _method_name(node: fx.Node) -> str:
     """The name of an ATen operator whose first argument is a tensor; empty for any other operator."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
     return operator_name(node) if own and node.args and isinstance(node.args[0], fx.Node) else ""
@@ -356,6 +356,16 @@ def stream_function(function: str) -> Spelling:
         return call(function, arguments, options)
 
     return spelled
+
+
+def drawn(node: fx.Node, shown: Printed) -> Expression | None:
+    """Numbers of ``random_streams.py``: ``normal(keys, [3, 32], dtype=torch.bfloat16)``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return None
+    options = {key: shown(item).text for key, item in node.kwargs.items() if key != "sharded"}
+    if "sharded" in node.kwargs:
+        options["sharded"] = _sharded_dims(node.kwargs["sharded"])
+    return call(operator_name(node), [shown(argument).text for argument in node.args], options)
 
 
 def _sharded_dims(sharded: Any) -> str:

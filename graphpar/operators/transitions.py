@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
@@ -48,34 +48,6 @@ def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
         "all-to-all": Cost(once / degree, degree - 1),
         "send": Cost(whole, 1),
     }[collective]
-
-
-class Message(NamedTuple):
-    """``times`` sends of ``nbytes`` each; ``beside``: while the rank computes a step of the ring."""
-
-    nbytes: float
-    times: int = 1
-    beside: bool = False
-
-
-def ring_messages(
-    query: float, keys: float, result: float, degree: int, is_causal: bool
-) -> tuple[list[Message], list[Message]]:
-    """Return what a rank sends in ``ring_attention``, forward and backward.
-
-    Args:
-        query: bytes of its queries, and so of their gradient.
-        keys: bytes of its keys and values together.
-        result: bytes of its result.
-        is_causal: chunks are exchanged before the ring and after it. Of two ranks each keeps half of its rows; of more, some keep none.
-    """
-    forward = [Message(keys, degree - 1, True)]
-    backward = [Message(2 * keys, degree - 1, True)]
-    if is_causal:
-        moved = 0.5 if degree == 2 else 1.0
-        forward += [Message(moved * (query + keys)), Message(moved * result)]
-        backward += [Message(moved * 2 * result), Message(moved * (query + keys))]
-    return forward, backward
 
 
 @dataclass(frozen=True)
@@ -234,17 +206,17 @@ def _steps(types: tuple[Type, ...], differentiable: bool) -> tuple[Step, ...] | 
 
 
 def _step(source: Type, target: Type, differentiable: bool) -> Step | None:
-    if "S" == _kind(source) == _kind(target) and source.dim == target.dim:  # type: ignore[union-attr]
+    if "S" == _type_letter(source) == _type_letter(target) and source.dim == target.dim:  # type: ignore[union-attr]
         return None  # all-to-all is between two dims; it can't shard the same dim in another way
     if source == target:
         return None
-    kinds = _kind(source), _kind(target)
+    kinds = _type_letter(source), _type_letter(target)
     rows = TABLE if differentiable else WITHOUT_GRADIENT
     row = next((row for row in rows if (row.source, row.target) == kinds), None)
     return None if row is None else Step(row, source, target)
 
 
-def _kind(kind: Type) -> str:
+def _type_letter(kind: Type) -> str:
     if isinstance(kind, ExpertRows):
         return "E"
     return "S" if isinstance(kind, Shard) else kind.letter

@@ -5,7 +5,7 @@ program, plan ──compiled──► Compilation(sharded, stages, estimate) ─
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -14,19 +14,21 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.kept_results import Recomputations
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
-from graphpar.passes.fsdp_units import with_own_units
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
-from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
+from graphpar.passes.planning.planned import Planned, sharded_as
+from graphpar.passes.planning.prices import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
-from graphpar.passes.sharding.planned import sharded_as
+from graphpar.passes.rank_passes import Seen
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.passes.split import copy_written, positions_of, split
-from graphpar.runtime.kernel_dropout import KERNEL
+from graphpar.passes.split import positions_of, split
+from graphpar.passes.stage_passes import STAGE_PASSES, Stages
+from graphpar.passes.step import Step
+from graphpar.passes.table import DRAW_DROPOUT, SPLIT
+from graphpar.runtime.stages.dropout import KERNEL
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Compilation:
 
     Attributes:
         program: the unsharded program.
-        sharded: the program of a rank; ``stages``: the same, split.
+        sharded: the program of a rank; ``stages``: the same, split, with collectives apart from products, as reports show it.
+        emitted: both as they are printed: after the last step.
         cluster: the hardware of ``estimate``, which is None where the plan can't be priced; ``unpriced`` says why.
         in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
         by_kernel: the estimate with dropout of attention that kernels draw, where it is exact.
@@ -45,9 +48,10 @@ class Compilation:
     """
 
     program: Program
-    plan: Plan
+    plan: Planned
     sharded: Sharded
     stages: list[Stage]
+    emitted: Stages
     cluster: Cluster
     estimate: Estimate | None = None
     unpriced: str | None = None
@@ -59,29 +63,42 @@ class Compilation:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
-def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Compilation:
+def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, seen: Seen | None = None) -> Compilation:
     """Shard, split and price ``program`` as ``plan`` says.
 
     Args:
         cluster: the hardware to price for; by default the plan's, else as many devices of this machine's kind.
+        seen: is called with each step and the program after it, with those of stages once for each; nothing is reused then.
     """
     program = with_dropout(program, plan.dropout)
-    sharded = sharded_as(program, plan)
-    started = perf_counter()
-    stages = split(sharded.local, positions_of(sharded.local, plan.split_points))
+    if seen is not None:
+        seen(DRAW_DROPOUT, program)
+    sharded = sharded_as(program, plan, seen)
     kinds = recomputed_blocks(program, plan.recompute)
-    for stage in stages:
-        copy_written(stage.graph, kinds)
-    if plan.fully_sharded:
-        local, stages = with_own_units(sharded.local, stages)
-        sharded = replace(sharded, local=local)
-    overlapped = overlapped_in(sharded.local, stages) if plan.overlap_tp else None
-    seconds = {"split": perf_counter() - started}
+    seconds: dict[str, float] = {}
+    started = perf_counter()
+    local, stages = sharded.local, split(sharded.local, positions_of(sharded.local, plan.split_points))
+    seconds["split"] = perf_counter() - started
+    _show(seen, SPLIT, local, stages)
+    for step in STAGE_PASSES:
+        apart, started = (local, stages), perf_counter()
+        local, stages = step.run(local, stages, plan, kinds)
+        seconds[step.name] = perf_counter() - started
+        _show(seen, step, local, stages)
+    emitted, (local, stages) = (local, stages), apart
+    sharded = replace(sharded, local=local)
+    overlapped = overlapped_in(local, stages) if plan.overlap_tp else None
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    recomputed = Recomputations(sharded.local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
-    recomputed = with_writes(sharded.local, recomputed)
-    done = Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, overlapped=overlapped)
+    recomputed = Recomputations(local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
+    recomputed = with_writes(local, recomputed)
+    done = Compilation(program, plan, sharded, stages, emitted, hardware, recomputed=recomputed, overlapped=overlapped)
     return priced(replace(done, seconds=seconds), hardware)
+
+
+def _show(seen: Seen | None, step: Step, local: Program, stages: Sequence[Stage]) -> None:
+    if seen is not None:
+        for stage in stages:
+            seen(step, local.with_graph(stage.graph))
 
 
 def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
@@ -92,7 +109,7 @@ def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
         estimate = estimate or estimate_plan(program, plan, cluster)
         faster = in_bf16_s(program, plan, cluster)
         slower = writes_out_dropout(program) and cluster.device.kind != "cpu"  # a CPU has no kernel with dropout
-        drawn = replace(plan, dropout=KERNEL, compile=False, sharded=None)
+        drawn = replace(plan, dropout=KERNEL, compile=False)
         by_kernel = estimate_plan(program, drawn, cluster) if slower else None
     except GraphparError as error:
         return replace(compilation, cluster=cluster, estimate=None, unpriced=str(error), in_bf16_s=None, by_kernel=None)

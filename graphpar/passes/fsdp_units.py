@@ -11,6 +11,7 @@ from dataclasses import replace
 from graphpar.ir.program import Helper, Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.outline import Region, block_names, prepare, rebuilt, regions_of
+from graphpar.text import is_below
 
 _LEAST, _MOST = 0.1, 0.3
 """Modules with less than the first share of the parameters that no block has stay together; one with more than the second is divided
@@ -51,7 +52,7 @@ def _units(program: Program, stage: Stage, size: int, elsewhere: Collection[str]
         children.setdefault(region.ancestors[-1] if region.ancestors else "", []).append(region)
 
     def able(region: Region) -> bool:
-        if calls[region.path] > 1 or any(name.startswith(f"{region.path}.") for name in elsewhere):
+        if calls[region.path] > 1 or any(is_below(name, region.path) for name in elsewhere):
             return False
         return _is_alone(program, stage, region) and prepare(program, region, order)
 
@@ -70,12 +71,12 @@ def _units(program: Program, stage: Stage, size: int, elsewhere: Collection[str]
 
 
 def _nbytes(program: Program, path: str) -> int:
-    return sum(info.nbytes for name, info in program.parameters.items() if name.startswith(f"{path}."))
+    return sum(info.nbytes for name, info in program.parameters.items() if is_below(name, path))
 
 
 def _is_alone(program: Program, stage: Stage, region: Region) -> bool:
     """Return whether the region alone reads its parameters, and calls neither a block nor a helper."""
-    own = {name for name in program.parameters if name.startswith(f"{region.path}.")}
+    own = {name for name in program.parameters if is_below(name, region.path)}
     inside = set(region.nodes)
     readers = {
         user for node in stage.graph.nodes if node.op == "get_attr" and str(node.target) in own for user in node.users

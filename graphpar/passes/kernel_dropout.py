@@ -18,11 +18,11 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.random_streams import WRITTEN_OUT
-from graphpar.runtime.kernel_dropout import EXACT, KERNEL
+from graphpar.runtime.stages.dropout import EXACT, KERNEL
 
 OF_THE_SPLIT = (
     "Attention dropout is drawn by torch's own kernel: masks depend on how the program is split, so losses differ from those of one "
-    "device, and of another plan, by other random draws. verify compares with this dropout off, and checks which ranks draw alike."
+    "device, and of another plan, by different random draws. verify compares with this dropout off, and checks the seeds of all draws."
 )
 
 
@@ -30,7 +30,7 @@ def with_dropout(program: Program, dropout: str) -> Program:
     """Return ``program`` with attention that draws its dropout in this way; the same object each time.
 
     Raises:
-        GraphparError: no attention has dropout for the kernel to draw.
+        GraphparError: no attention has dropout for the kernel to draw, or other random numbers are drawn.
     """
     if program.dropout == dropout:
         return program
@@ -41,6 +41,11 @@ def with_dropout(program: Program, dropout: str) -> Program:
             f"dropout=kernel: {program.name} has no attention with dropout for a kernel to draw: none by F.scaled_dot_product_attention, "
             "in training. Leave it out."
         )
+    if any(program.draws):
+        raise GraphparError(
+            f"dropout=kernel: {program.name} also draws other random numbers by the examples' keys, which must be on the device for them, "
+            "and on the host for the kernel's seeds. Leave it out."
+        )
     made = _drawing(program, dropout)
     program.other_dropout = (program, made)
     made.other_dropout = (made, program)
@@ -49,7 +54,7 @@ def with_dropout(program: Program, dropout: str) -> Program:
 
 def writes_out_dropout(program: Program) -> bool:
     """Return whether attention has dropout that no kernel draws."""
-    return program.dropout == EXACT and any(_attention(program))
+    return program.dropout == EXACT and not any(program.draws) and any(_attention(program))
 
 
 def _attention(program: Program) -> Iterator[fx.Node]:

@@ -6,8 +6,9 @@
     down = linear(h, down_proj.weight)
     x = reduce_scatter(down, "tp", dim=1)          x = scattered_product(h, down_proj.weight, "tp", dim=1)
 
-``parallel_products.py`` sends whole tensors, ``ring_products.py`` pieces while others are multiplied. That is the last step before
-printing: sharding, prices and reports are of the collectives, which send the same.
+Functions that begin with ``ring_`` send pieces while others are multiplied, the others whole tensors. :func:`with_joined` notes which
+products become one function with a collective: prices are of that, and :func:`with_products`, the last step before printing, makes the
+functions of it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 from torch import fx
 
-from graphpar.emitted import collectives, parallel_products, ring_products
+from graphpar.emitted import collectives, parallel_products
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, value_of
 from graphpar.ir.stage import Stage
@@ -30,11 +30,15 @@ from graphpar.operators.parallel_products import (
     AXIS,
     ENTERING,
     IN_PIECES,
+    JOINED,
+    Joined,
     in_order,
     joined_products_of,
+    joined_with,
     products_of,
     ring_products_of,
 )
+from graphpar.passes.normalize.functional import copied
 
 _NAMES = {
     collectives.all_gather: "gathered_product",
@@ -95,14 +99,22 @@ def _calls(program: Program, graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def with_products(
-    program: Program, stages: Sequence[Stage], *, whole: bool = True, rings: bool = False
-) -> tuple[Program, list[Stage]]:
-    """Return a program and its stages with functions of collectives and the products beside them.
+def with_products(program: Program, stages: Sequence[Stage]) -> tuple[Program, list[Stage]]:
+    """Make one function of each collective and the products that :func:`with_joined` noted beside it, in place."""
+    for graph in (*(block.graph for block in program.blocks.values()), *(stage.graph for stage in stages)):
+        for node in list(graph.nodes):
+            if joined := joined_with(node):
+                (_entered if node.target in ENTERING else _left)(graph, node, joined)
+        graph.lint()
+    return program, list(stages)
+
+
+def with_joined(program: Program, stages: Sequence[Stage], *, whole: bool, rings: bool) -> tuple[Program, list[Stage]]:
+    """Return a program and its stages in which each collective has the products that become one function with it (``JOINED``).
 
     Args:
-        whole: with those of ``parallel_products.py``, which send whole tensors.
-        rings: with those of ``ring_products.py``, which send pieces, where there are any.
+        whole: with those that send whole tensors.
+        rings: with those that send pieces, where there are any.
     """
     blocks = {name: replace(block, graph=_joined(block.graph, whole, rings)) for name, block in program.blocks.items()}
     return program.with_graph(program.graph, blocks=blocks), [
@@ -113,24 +125,24 @@ def with_products(
 def _joined(source: fx.Graph, whole: bool, rings: bool) -> fx.Graph:
     if not any(products_of(node) for node in source.nodes):
         return source
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.output(graph.graph_copy(source, copies))
-    copies[source.output_node()] = output
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    for node in list(graph.nodes):
-        products = ring_products_of(node) if rings else []
-        module = ring_products if products else parallel_products
-        products = products or (joined_products_of(node) if whole else [])
-        if products:
-            (_entered if node.target in ENTERING else _left)(graph, node, products, module)
-    graph.lint()
+    graph = copied(source)
+    graph.output_node().meta = dict(source.output_node().meta)
+    for node in graph.nodes:
+        ring = ring_products_of(node) if rings else []
+        products = ring or (joined_products_of(node) if whole else [])
+        if not products:
+            continue
+        dim = node.kwargs.get("dim")
+        ordered = not ring and dim is not None and any(in_order(product, int(dim)) for product in products)  # type: ignore[arg-type]
+        node.meta[JOINED] = Joined(tuple(products), bool(ring), ordered)
+        for product in ring:
+            product.meta[JOINED] = node
     return graph
 
 
-def _entered(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], module: ModuleType) -> None:
+def _entered(graph: fx.Graph, collective: fx.Node, joined: Joined) -> None:
     x, axis = collective.args
+    products, ring = joined.products, joined.ring
     weights = [product.args[1] for product in products]
     biases = [product.args[2] if len(product.args) > 2 else None for product in products]
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -140,43 +152,43 @@ def _entered(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], 
             if places[item] > places[first]:
                 first.prepend(item)
     options: dict[str, Any] = dict(collective.kwargs)
-    if module is parallel_products and "dim" in options and any(in_order(each, options["dim"]) for each in products):
+    if joined.in_order:
         options["in_order"] = True
-    name = _name_in(module, collective)
+    name = _function_name(collective, ring)
     with graph.inserting_before(first):
         if len(products) == 1:
             options |= {} if biases[0] is None else {"bias": biases[0]}
-            made = graph.call_function(getattr(module, name), (x, weights[0], axis), options)
+            made = graph.call_function(getattr(parallel_products, name), (x, weights[0], axis), options)
             made.meta = _meta(products[0], collective)
             products[0].replace_all_uses_with(made)
         else:
             options |= {"biases": biases} if any(biases) else {}
-            made = graph.call_function(getattr(module, f"{name}s"), (x, weights, axis), options)
+            made = graph.call_function(getattr(parallel_products, f"{name}s"), (x, weights, axis), options)
             made.meta = _meta(collective) | {"val": tuple(value_of(product) for product in products)}
             for place, product in enumerate(products):
                 item = graph.call_function(operator.getitem, (made, place))
-                item.meta = dict(product.meta)
+                item.meta = _without_joined(product)
                 product.replace_all_uses_with(item)
     for product in products:
         graph.erase_node(product)
     graph.erase_node(collective)
 
 
-def _left(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], module: ModuleType) -> None:
-    (product,) = products
-    function = getattr(module, _name_in(module, collective))
+def _left(graph: fx.Graph, collective: fx.Node, joined: Joined) -> None:
+    (product,) = joined.products
+    function = getattr(parallel_products, _function_name(collective, joined.ring))
     with graph.inserting_before(collective):
         made = graph.call_function(function, (*product.args, collective.args[1]), dict(collective.kwargs))
-    made.meta = dict(collective.meta)
+    made.meta = _without_joined(collective)
     collective.replace_all_uses_with(made)
     graph.erase_node(collective)
     graph.erase_node(product)
 
 
-def _name_in(module: ModuleType, collective: fx.Node) -> str:
+def _function_name(collective: fx.Node, ring: bool) -> str:
     """Return the name of the function for one product."""
     assert callable(collective.target)
-    return f"{'ring_' if module is ring_products else ''}{_NAMES[collective.target]}"
+    return f"{'ring_' if ring else ''}{_NAMES[collective.target]}"
 
 
 def _made_of(parameter: fx.Node) -> list[fx.Node]:
@@ -186,5 +198,9 @@ def _made_of(parameter: fx.Node) -> list[fx.Node]:
 
 def _meta(node: fx.Node, collective: fx.Node | None = None) -> dict[str, Any]:
     if collective is not None:
-        return {**node.meta, "transition": collective.meta["transition"]}
+        return {**_without_joined(node), "transition": collective.meta["transition"]}
     return {key: node.meta[key] for key in ("module_stack", "source", "transition") if key in node.meta}
+
+
+def _without_joined(node: fx.Node) -> dict[str, Any]:
+    return {key: item for key, item in node.meta.items() if key != JOINED}

@@ -24,12 +24,13 @@ from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.naming import unique_names, value_name
+from graphpar.passes.normalize.applications import followed, placed_with
 from graphpar.passes.normalize.buffer_uses import BufferUses, written_buffers_of
-from graphpar.passes.normalize.frozen_networks import followed, placed_with
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.runtime.layout import ExpertRows
+from graphpar.text import is_at_or_below, is_below
 
 # ---- split points ----------------------------------------------------------------------------------------------
 
@@ -77,13 +78,13 @@ def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]
 def _belongs(node: fx.Node, path: str) -> bool:
     if node.op not in ("call_function", "call_module"):
         return False
-    return any(entry[0] == path or entry[0].startswith(path + ".") for entry in node.meta.get("module_stack", ()))
+    return any(is_at_or_below(entry[0], path) for entry in node.meta.get("module_stack", ()))
 
 
 def _no_such_module(program: Program, path: str) -> str:
     used = sorted({entry[0] for node in program.graph.nodes for entry in node.meta.get("module_stack", ()) if entry[0]})
     enclosing = next(
-        (name for block in program.blocks.values() for name in block.instances if path.startswith(name + ".")), None
+        (name for block in program.blocks.values() for name in block.instances if is_below(path, name)), None
     )
     if enclosing is not None:
         return f"Split point {path!r} is inside the block {enclosing!r}; split points must be between blocks."
@@ -381,10 +382,10 @@ def _size_locally(call: fx.Node, helper: Helper, received: list[fx.Node]) -> Non
         return
     example = call.args[helper.like]
     assert isinstance(example, fx.Node)
-    wanted = batch_coefficients(example)
+    expected = batch_coefficients(example)
     for value in received:
         own = batch_coefficients(value)
-        if all(own[dim : dim + 1] == (c,) for dim, c in enumerate(wanted) if c is not None):
+        if all(own[dim : dim + 1] == (c,) for dim, c in enumerate(expected) if c is not None):
             call.args = tuple(value if position == helper.like else a for position, a in enumerate(call.args))
             return
 
@@ -395,7 +396,7 @@ def _finish(
     """Add the stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
         held = placement.buffers.memory
-        results = [_copied(graph, env[node]) if node in held else env[node] for node in sent]
+        results = [_cloned_buffer(graph, env[node]) if node in held else env[node] for node in sent]
         graph.output(results[0] if len(results) == 1 else tuple(results))
     else:
         output = next(node for node in placement.nodes if node.op == "output")
@@ -405,7 +406,7 @@ def _finish(
     remove_dead_code(graph)
 
 
-def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _cloned_buffer(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Clone a buffer's value, since the next microbatch may write the buffer while this value is being sent."""
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
@@ -422,7 +423,7 @@ def copy_written(graph: fx.Graph, again: Collection[str]) -> None:
                 read = read.args[0]  # type: ignore[assignment]
             if read.op == "get_attr" and read.target in written:
                 with graph.inserting_before(call):
-                    call.replace_input_with(argument, _copied(graph, argument))
+                    call.replace_input_with(argument, _cloned_buffer(graph, argument))
 
 
 def _may_view(node: fx.Node) -> bool:

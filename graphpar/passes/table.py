@@ -1,6 +1,6 @@
 """Every step of a compilation, from a model to a report, in order.
 
-    capture ──► PASSES: Program ──► Program ──► annotate, plan ──► shard, check_types ──► split ──► codegen, report
+    capture ──► PASSES: Program ──► Program ──► annotate, plan ──► PREPARING, shard, FINISHING ──► split, STAGE_PASSES ──► codegen, report
 
 A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. The passes that it requires must have run before;
 after it ``check`` verifies what it provides, so that a broken pass is found at once.
@@ -24,32 +24,14 @@ from graphpar.passes.normalize.helpers import share_helpers
 from graphpar.passes.normalize.idioms import use_idioms
 from graphpar.passes.normalize.loss import share_loss
 from graphpar.passes.normalize.outline import outline
-from graphpar.passes.normalize.pipe_split import keep_marks
 from graphpar.passes.normalize.random_streams import assign_streams, is_random
-from graphpar.passes.normalize.regions import inline_regions
+from graphpar.passes.normalize.regions import cast_weights, inline_regions, keep_marks
 from graphpar.passes.normalize.simplify import remove_dead_code, simplify
 from graphpar.passes.normalize.static_masking import fill_unchosen, sizes_are_known
-from graphpar.passes.normalize.weights import cast_weights
 from graphpar.passes.normalize.windows import is_windowed, use_windows
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: what it requires, what it provides, and what checks that.
-
-    Attributes:
-        file: the module that implements it.
-        requires: names of steps that must have run before it.
-        conflicts: names of steps that must not have run before it.
-    """
-
-    name: str
-    file: str
-    requires: tuple[str, ...]
-    provides: str
-    checked_by: str
-    conflicts: tuple[str, ...] = ()
-    optional: bool = False
+from graphpar.passes.rank_passes import FINISHING, PREPARING, SHARD
+from graphpar.passes.stage_passes import STAGE_PASSES
+from graphpar.passes.step import Step
 
 
 @dataclass(frozen=True)
@@ -77,7 +59,8 @@ class PassList(tuple[Pass, ...]):
             if wrong is None:
                 return PassList(value)
             raise GraphparError(
-                f"passes holds {wrong!r}, which is no pass; put a function between them with graphpar.PASSES.insert_after(NAME, function)."
+                f"passes holds {wrong!r}, which is not a pass; put a function between them with "
+                "graphpar.PASSES.insert_after(NAME, function)."
             )
         if callable(value) and not inspect.signature(value).parameters:
             return PassList.of(value())
@@ -159,7 +142,7 @@ def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> P
         function.__module__,
         requires,
         words,
-        "the graph is whole, and its inputs are those of the program",
+        "the graph is complete, and its inputs are those of the program",
         run=function,
         check=_inputs_known,
     )
@@ -242,13 +225,13 @@ PASSES = PassList(
             run=inline_regions, check=_no_regions,
         ),
         Pass(
-            "cast_weights", "graphpar.passes.normalize.weights", ("inline_regions",),
+            "cast_weights", "graphpar.passes.normalize.regions", ("inline_regions",),
             "parameters are in the dtype in which they are stored, cast where they are read in another",
             "each parameter is read in its own dtype",
             run=cast_weights, check=_stored_as_read,
         ),
         Pass(
-            "keep_marks", "graphpar.passes.normalize.pipe_split", ("inline_regions",),
+            "keep_marks", "graphpar.passes.normalize.regions", ("inline_regions",),
             "pipe_split() is a mark on the operator after it",
             "no call of pipe_split is left",
             run=keep_marks, check=_no_marks,
@@ -261,14 +244,14 @@ PASSES = PassList(
         ),
         Pass(
             "fill_unchosen", "graphpar.passes.normalize.static_masking", ("functionalize",),
-            "rows that a mask does not choose keep their places; no size depends on values",
+            "boolean indexing becomes masking; all shapes are static",
             "every size is known",
             run=fill_unchosen, check=sizes_are_known,
         ),
         Pass(
             "assign_streams", "graphpar.passes.normalize.random_streams", ("functionalize",),
-            "dropout is a function of each example's key",
-            "no operator draws from torch's generator; where there is dropout, keys are an input",
+            "random numbers are functions of the key of each example, or of the step",
+            "no operator draws from torch's generator; where numbers are drawn, keys are an input",
             run=assign_streams, check=_streams_counted,
         ),
         Pass(
@@ -279,7 +262,7 @@ PASSES = PassList(
         ),
         Pass(
             "idioms", "graphpar.passes.normalize.idioms", ("simplify",),
-            "what is written out is one operator: norms, attention, causal masks, groups of heads, rotary embeddings, gates",
+            "idioms become one operator: norms, attention, causal masks, groups of heads, rotary embeddings, gates",
             "every value is used", optional=True,
             run=use_idioms, check=_no_dead_code,
         ),
@@ -304,23 +287,36 @@ PASSES = PassList(
         Pass(
             "share_helpers", "graphpar.passes.normalize.helpers", ("share_loss",),
             "masks and tables are functions that any stage calls",
-            "no helper reads a parameter", optional=True,
+            "no recomputed value depends on a parameter", optional=True,
             run=share_helpers, check=_helpers_are_free,
         ),
     )
 )  # fmt: skip
 """From a captured program to one that can be split and sharded."""
 
+DRAW_DROPOUT = Step(
+    "draw_dropout", "graphpar.passes.kernel_dropout", ("annotate",), "attention draws its dropout as the plan says", "graphpar verify"
+)  # fmt: skip
+SPLIT = Step(
+    "split", "graphpar.passes.split", ("exchange_experts",), "a graph a stage, and the values sent", "none is empty, nothing goes back"
+)  # fmt: skip
 STEPS: tuple[Step, ...] = (
     Step("capture", "graphpar.frontend.capture", (), "a program: the traced graph, inputs, parameters, ties", "torch.export"),
     *PASSES,
     Step("annotate", "graphpar.annotations.patterns", ("capture",), "the user's pins, by parameter and value", "each pattern fits a name"),
-    Step("plan", "graphpar.passes.planning.planning", ("share_loss", "annotate"), "mesh, schedule, stages, placements", "the rules"),
-    Step("shard", "graphpar.passes.sharding.shard", ("plan",), "the program of one rank, with its collectives", "check_types"),
+    DRAW_DROPOUT,
+    Step(
+        "plan", "graphpar.passes.planning.plan_request", ("share_loss", "annotate", "draw_dropout"),
+        "mesh, schedule, stages, placements", "the rules",
+    ),
+    *PREPARING,
+    SHARD,
     Step("check_types", "graphpar.passes.sharding.check_types", ("shard",), "a proof of the placements", "itself, operator by operator"),
-    Step("split", "graphpar.passes.split", ("shard",), "a graph for each stage, and what crosses", "none is empty, nothing goes back"),
-    Step("codegen", "graphpar.codegen.package", ("split",), "the text of the package", "graphpar check and graphpar verify"),
-    Step("report", "graphpar.report.report", ("split",), "what was decided and what it costs", "the lines of a step add up to it"),
+    *FINISHING,
+    SPLIT,
+    *STAGE_PASSES,
+    Step("codegen", "graphpar.codegen.package", ("join_products",), "the text of the package", "graphpar check and graphpar verify"),
+    Step("report", "graphpar.report.report", ("split",), "the decisions and their cost", "the lines of a step add up to it"),
 )  # fmt: skip
 """All steps of a compilation, from the model to the report."""
 
@@ -394,7 +390,9 @@ def _run_own(row: Pass, program: Program, done: Sequence[Pass]) -> Program:
         )
         raise GraphparError(f"The pass {row.name} raised {type(error).__name__}: {error}{line}") from error
     if not isinstance(made, Program):
-        raise GraphparError(f"The pass {row.name} gave a {type(made).__name__}; a pass takes a Program and gives one.")
+        raise GraphparError(
+            f"The pass {row.name} returned a {type(made).__name__}; a pass takes a Program and returns one."
+        )
     try:
         made.graph.lint()
     except Exception as error:

@@ -6,29 +6,35 @@ transfers. Without a prediction a stage costs its forward flops, twice as much b
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from graphpar import __version__
+from graphpar.cost_models.estimates import Estimate
+from graphpar.cost_models.flops import node_flops, tensor_bytes
+from graphpar.cost_models.repeated_work import repeated_in
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
+from graphpar.cost_models.work import Collective
+from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
-from graphpar.report.offload import host_misfit
-from graphpar.report.recomputation import recomputation_data
-from graphpar.report.sharding import sharding_data
-from graphpar.report.state import state_data, whole_bytes
-from graphpar.runtime.modes import GENERATE, STEPS
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program, concrete_shape
+from graphpar.ir.stage import Boundary, Stage
+from graphpar.passes.compilation import Compilation
+from graphpar.passes.planning.candidates import misfit
+from graphpar.passes.planning.planned import Planned
+from graphpar.passes.sharding.experts import find_experts
+from graphpar.report.redistributions import sharding_data
+from graphpar.report.state import state_data
+from graphpar.runtime.option_kinds import GENERATE, STEPS
 from graphpar.runtime.options import decided
+from graphpar.schedules.action_table import ActionTable, format_table, forwards, parse_table
+from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Timeline, simulate
-from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
 from graphpar.text import bytes_text, compressed, plural, seconds_text
-
-if TYPE_CHECKING:
-    from graphpar.cost_models.estimates import Estimate
-    from graphpar.ir.plan import Plan
-    from graphpar.ir.program import Program
-    from graphpar.ir.stage import Boundary, Stage
-    from graphpar.passes.compilation import Compilation
 
 _WORTH_IT = 0.9
 """A dtype is advised where it takes at most this share of the step's time."""
@@ -44,9 +50,8 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     """
     program, plan, stages = compilation.sharded.local, compilation.plan, compilation.stages
     rows = [_stage_data(program, plan, stage) for stage in stages]
-    compress = compressed([_shown_modules(program, stage) for stage in stages])
-    recomputed = _recomputed(program, stages)
-    for row, modules, names in zip(rows, compress, recomputed):
+    held = compressed([[path for path in stage.modules if path not in program.constants] for stage in stages])
+    for row, modules, names in zip(rows, held, _recomputed(program, stages)):
         row["modules"] = modules
         row["recomputed"] = names
     data: dict[str, Any] = {
@@ -56,33 +61,42 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
             **_trained(program),
             "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
             **({"idioms": dict(program.idioms)} if program.idioms else {}),
+            **({"draws": list(program.draws)} if any(program.draws) else {}),
         },
         **decisions(plan),
-        **_place(plan, cluster),
+        **_priced_cluster(plan, cluster),
         "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
         "stages": rows,
-        "ties": [_tie_data(group, rows) for group in program.tied_parameters],
+        "ties": [
+            {"names": list(group), "stages": [row["index"] for row in rows if group[0] in row["names"]]}
+            for group in program.tied_parameters
+        ],
         "actions": _actions(plan),
         "backward_cost": BACKWARD,
-        **_prediction(compilation),
+        **(
+            {"predicted": None, "unpriced": compilation.unpriced}
+            if compilation.estimate is None
+            else predicted_data(plan, compilation.estimate)
+        ),
     }
     slow = [*_dtype_warning(compilation), *_dropout_warning(compilation)]
     data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
-    state = state_data(program, plan, stages)
+    state = state_data(program, plan, stages, compilation.program.optimizer)
     if state is not None:
         data["state"] = state
     if compilation.overlapped is not None:
         data["overlapped"] = compilation.overlapped.to_json()
     if compilation.recomputed:
-        data["recomputation"] = recomputation_data(compilation)
+        data["recomputation"] = _recomputation(compilation)
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
     if program.mode == GENERATE:
         sequences, length = program.inputs[0].shape_at(program.batch)
         data["generation"] = {"sequences": sequences, "length": length}
-    if plan.prefetch is not None:
-        data["ahead_bytes"] = _ahead_bytes(program, plan)
+    if state is not None and plan.prefetch is not None:
+        units = [unit["bytes"] for unit in state["units"] if unit["name"]]
+        data["ahead_bytes"] = max(units, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))
     sharding = sharding_data(program, plan, compilation.cluster if data["predicted"] else None)
     if sharding is not None:
         data["sharding"] = sharding
@@ -94,19 +108,12 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     return data
 
 
-def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+def _priced_cluster(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
     """Return the cluster of the prices, where it was asked for, and the plan's own, where it differs."""
     if cluster is None:
         return {}
     elsewhere = plan.cluster is not None and plan.cluster != cluster
     return {"cluster": str(cluster), **({"made_for": str(plan.cluster)} if elsewhere else {})}
-
-
-def _prediction(compilation: Compilation) -> dict[str, Any]:
-    """Return the prediction, or why there is none."""
-    if compilation.estimate is None:
-        return {"predicted": None, "unpriced": compilation.unpriced}
-    return predicted_data(compilation.plan, compilation.estimate)
 
 
 def _dropout_warning(compilation: Compilation) -> list[str]:
@@ -122,7 +129,7 @@ def _dropout_warning(compilation: Compilation) -> list[str]:
     )
     return [
         f"With --dropout kernel this plan would take {times}, and {bytes_text(peaks[1])} of memory on the fullest rank, not "
-        f"{bytes_text(peaks[0])}; its masks of attention are other ones on each mesh."
+        f"{bytes_text(peaks[0])}; its attention masks differ on each mesh."
     ]
 
 
@@ -156,14 +163,12 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
 
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
     """Return an estimate, its assumptions, and a warning where it does not fit in memory."""
-    from graphpar.passes.planning.why_not import misfit
-
     data: dict[str, Any] = {
         "predicted": predicted.to_json(),
         "assumed": {
-            "optimizer": "AdamW",
+            "optimizer": predicted.optimizer,
             "recompute": plan.recompute,
-            "operators": "fused by torch.compile (run with --compile), memory as if not"
+            "operators": "fused by torch.compile (run with --compile); memory as without it"
             if plan.compile
             else "not fused",
             "dropout": plan.dropout,
@@ -172,11 +177,17 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "figures": predicted.figures,
         },
     }
-    data["misfits"] = host_misfit(predicted.host_missing_bytes, predicted.host_memory_bytes, predicted.cluster)
+    missing, room = predicted.host_missing_bytes, predicted.host_memory_bytes
+    data["misfits"] = []
+    if missing > 0 and room is not None:
+        data["misfits"].append(
+            f"What this plan offloads does not fit in the hosts of {predicted.cluster}: a rank has {bytes_text(room)} there, "
+            f"{bytes_text(missing)} too little; offload less, or take more nodes."
+        )
     if predicted.missing_bytes > 0:
         data["misfits"] += [
-            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It was taken because "
-            "it was given; leave axes of the mesh to the search, or take other hardware (--cluster)."
+            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It is used because it "
+            "is pinned; leave axes of the mesh to the search, or choose other hardware (--cluster)."
         ]
     return data
 
@@ -186,24 +197,16 @@ def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
     mesh, cpu = plan.mesh, predicted.device.startswith("CPU")
     said = []
     if mesh.replicas > 1 and plan.mode == "train":
-        said.append("gradients summed after the last backward" if cpu else "gradients summed beside backwards")
+        said.append("gradients summed after the last backward" if cpu else "gradient sums overlap with backwards")
     if plan.zero == 3:
         said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
     if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
         within = predicted.communication_s.get("tp", 0.0) - predicted.exposed_s.get("tp", 0.0)
         hidden = within > 0 and not cpu
         if hidden and not plan.overlap_tp:
-            said.append("gradients of what enters products of tp summed beside those of weights")
-        said.append(f"{'other ' if hidden else ''}collectives in operators waited for")
+            said.append("sums of input gradients over tp overlap with weight gradients")
+        said.append(f"{'other ' if hidden else ''}collectives in operators exposed")
     return said
-
-
-def _ahead_bytes(program: Program, plan: Plan) -> int:
-    """Return the bytes of the blocks that are gathered at once besides the one that computes."""
-    paths = [path for block in program.blocks.values() for path in block.instances]
-    whole = whole_bytes(program, plan)
-    sizes = [sum(nbytes for name, nbytes in whole.items() if name.startswith(f"{path}.")) for path in paths]
-    return max(sizes, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))
 
 
 def _trained(program: Program) -> dict[str, int]:
@@ -212,21 +215,38 @@ def _trained(program: Program) -> dict[str, int]:
     return {"trained": _whole_count(program, trained=True)} if program.mode == "train" and frozen else {}
 
 
+def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
+    """Return for each class of blocks and each kind how many there are, and what one of them sends again for a microbatch."""
+    local, plan = compilation.sharded.local, compilation.plan
+    works = Works(local, plan.mesh.degrees())
+    rows = []
+    for block in local.blocks.values():
+        found = [how for path in dict.fromkeys(block.instances) if (how := compilation.recomputed.get(path))]
+        for kind in dict.fromkeys(how.kind for how in found):
+            how = next(how for how in found if how.kind == kind)
+            again = repeated_in(works, block, how).rows.items()
+            sent = [(row, times) for row, times in again if isinstance(row, Collective)]
+            rows.append(
+                {
+                    "block": block.name,
+                    "kind": kind,
+                    "count": sum(how.kind == kind for how in found),
+                    "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
+                    "collectives": sum(times for _, times in sent),
+                    "bytes": int(sum(times * row.nbytes.at(plan.microbatch_size) for row, times in sent)),
+                }
+            )
+    return rows
+
+
 def _whole_count(program: Program, trained: bool = False) -> int:
     """Return the number of parameters of the user's unsharded model, each tied one once; ``trained``: only of those."""
-    skipped = {name for group in program.ties for name in group[1:]}
-    infos = [info for name, info in program.parameters.items() if name not in skipped]
-    return sum(
-        math.prod(info.shape if info.whole is None else info.whole)
-        for info in infos
-        if info.requires_grad or not trained
-    )
+    infos = [info for info in program.whole_state() if info.kind == "parameter"]
+    return sum(info.whole_numel for info in infos if info.requires_grad or not trained)
 
 
 def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
     """Return the sizes of expert weights and of all others: elements in the model, and bytes on a rank of the stage with most experts."""
-    from graphpar.passes.sharding.experts import find_experts
-
     scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
     names: set[str] = set()
     for base, graph in scopes:
@@ -236,7 +256,7 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
         names |= {name for name in program.parameters if name.startswith(lists)}
     if not names:
         return None
-    whole = sum(math.prod(info.whole or info.shape) for name, info in program.parameters.items() if name in names)
+    whole = sum(info.whole_numel for name, info in program.parameters.items() if name in names)
     held = [sum(program.parameters[name].nbytes for name in row["names"] if name in names) for row in rows]
     most = max(range(len(rows)), key=held.__getitem__)
     return {
@@ -263,8 +283,6 @@ def decisions(plan: Plan) -> dict[str, Any]:
 
 
 def _stage_data(program: Program, plan: Plan, stage: Stage) -> dict[str, Any]:
-    from graphpar.cost_models.flops import node_flops  # imports torch; a report is read without it
-
     names = stage_parameters(program, stage)
     flops = node_flops(program.with_graph(stage.graph), plan.microbatch_size)
     relayed = {boundary.node for boundary in stage.receives}
@@ -281,9 +299,6 @@ def _stage_data(program: Program, plan: Plan, stage: Stage) -> dict[str, Any]:
 
 
 def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, Any]:
-    from graphpar.cost_models.flops import tensor_bytes
-    from graphpar.ir.program import concrete_shape
-
     return {
         "name": boundary.name,
         "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
@@ -308,10 +323,6 @@ def stage_parameters(program: Program, stage: Stage) -> list[str]:
     return list(dict.fromkeys(first.get(name, name) for name in found if name in program.parameters))
 
 
-def _shown_modules(program: Program, stage: Stage) -> list[str]:
-    return [path for path in stage.modules if path not in program.constants]
-
-
 def _recomputed(program: Program, stages: Sequence[Stage]) -> list[list[str]]:
     """Return for each stage the user's names of the values that it computes and another stage computes too."""
     holders = Counter(name for stage in stages for name in stage.recomputed)
@@ -324,10 +335,6 @@ def _recomputed(program: Program, stages: Sequence[Stage]) -> list[list[str]]:
     return [list(dict.fromkeys(label for name, label in labels.items() if name in names and label)) for names in chosen]
 
 
-def _tie_data(group: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"names": list(group), "stages": [row["index"] for row in rows if group[0] in row["names"]]}
-
-
 def _actions(plan: Plan) -> list[str]:
     """Return the schedule table, a line a rank; without backwards in inference."""
     if plan.actions is not None:
@@ -336,7 +343,6 @@ def _actions(plan: Plan) -> list[str]:
     if plan.mesh.pp == 1:
         kinds = "FB" if plan.mode == "train" else "F"
         return [",".join(f"0{kind}{m}" for m in range(plan.microbatches) for kind in kinds)]
-    from graphpar.schedules.registry import action_table
 
     table = action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
     return format_table(table if plan.mode == "train" else forwards(table)).splitlines()
@@ -370,12 +376,10 @@ NO_SEARCH: Mapping[str, Any] = {
 """The ``search`` entry where nothing was searched: the plan or its mesh was given."""
 
 
-def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, float], out: str | None) -> dict[str, Any]:
+def compile_json(
+    data: Mapping[str, Any], plan: Planned, seconds: Mapping[str, float], out: str | None
+) -> dict[str, Any]:
     """Make the JSON of ``graphpar compile`` and ``graphpar estimate``, from a report's data."""
-    import torch
-
-    from graphpar import __version__
-
     return {
         "graphpar": __version__,
         "torch": torch.__version__,

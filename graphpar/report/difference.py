@@ -10,15 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphpar.errors import GraphparError
+from graphpar.ir.plan import Plan
 from graphpar.report.data import decisions
-from graphpar.report.predicted import PART_NAMES, mesh_text, whose_parts
+from graphpar.report.phrases import PART_NAMES, mesh_text, whose_parts
 from graphpar.text import bytes_text, compressed, count_text, plural, seconds_text, shortened
-
-if TYPE_CHECKING:
-    from graphpar.ir.plan import Plan
 
 _SAME = 1e-3
 """Step times that differ by less than this share are called equal."""
@@ -49,8 +47,8 @@ def difference(a: Side, b: Side) -> dict[str, Any]:
     _check_model(a, b)
     data: dict[str, Any] = {
         "model": a.plan.model,
-        "a": _described(a),
-        "b": _described(b),
+        "a": _plan_facts(a),
+        "b": _plan_facts(b),
         "decisions": _decisions(a.plan, b.plan),
         "placements": _placements(a.plan, b.plan),
     }
@@ -62,14 +60,15 @@ def difference(a: Side, b: Side) -> dict[str, Any]:
             **data,
             "times": None,
         }
+    both = a.predicted, b.predicted
     return {
-        "summary": _summary(a, b, a.predicted, b.predicted),
+        "summary": _summary(a, b, *both),
         **data,
-        "times": list(_times(a, b)),
-        "communication": list(_communication(a.predicted, b.predicted)),
+        "times": [_row("step", *(each["step_time_s"] for each in both)), *_compared_rows(*map(_named_parts, both))],
+        "communication": list(_compared_rows(*map(_axes, both))),
         "stages": list(_stages(a, b)),
-        "memory": list(_parts_of_memory(a.predicted, b.predicted)),
-        "ranks": list(_ranks(a.predicted, b.predicted)),
+        "memory": list(_parts_of_memory(*both)),
+        "ranks": list(_ranks(*both)),
     }
 
 
@@ -91,16 +90,11 @@ def _check_model(a: Side, b: Side) -> None:
         )
 
 
-def _described(side: Side) -> dict[str, Any]:
+def _plan_facts(side: Side) -> dict[str, Any]:
     plan = side.plan
     priced = None if side.predicted is None else side.predicted["cluster"]
     cluster = priced or (None if plan.cluster is None else str(plan.cluster))
-    return {
-        "plan": side.name,
-        "cluster": cluster,
-        "devices": plan.mesh.size,
-        "global_batch": plan.global_batch,
-    }
+    return {"plan": side.name, "cluster": cluster, "devices": plan.mesh.size, "global_batch": plan.global_batch}
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------
@@ -149,41 +143,26 @@ def _divided(plan: Plan) -> dict[str, str]:
 # ---- numbers ---------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, a: float | None, b: float | None) -> dict[str, Any]:
+def _row(name: str, a: Any, b: Any) -> dict[str, Any]:
+    """Compare two numbers, or one with None."""
     both = a is not None and b is not None
-    return {
-        "name": name,
-        "a": a,
-        "b": b,
-        "difference": b - a if a is not None and b is not None else None,
-        "ratio": b / a if both and a and b is not None else None,
-    }
+    return {"name": name, "a": a, "b": b, "difference": b - a if both else None, "ratio": b / a if both and a else None}
 
 
-def _parts(predicted: Mapping[str, Any]) -> dict[str, float]:
+def _named_parts(predicted: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a step, which add up to it, and are those that :func:`whose_parts` says."""
     return {PART_NAMES.get(name, name): seconds for name, seconds in predicted["parts_s"].items()}
 
 
-def _rows(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def _compared_rows(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """Compare parts by name; a part that only one plan has takes nothing in the other. Parts that are 0 in both are left out."""
     for name in dict.fromkeys((*a, *b)):
         if a.get(name) or b.get(name):
             yield _row(name, a.get(name, 0), b.get(name, 0))
 
 
-def _times(a: Side, b: Side) -> Iterator[dict[str, Any]]:
-    """Compare the step and its parts, which add up to it, and are those that :func:`whose_parts` says."""
-    assert a.predicted is not None and b.predicted is not None
-    yield _row("step", a.predicted["step_time_s"], b.predicted["step_time_s"])
-    yield from _rows(_parts(a.predicted), _parts(b.predicted))
-
-
-def _communication(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Compare the communication by axis: what computation does not hide, and what it hides."""
-    yield from _rows(_axes(a), _axes(b))
-
-
 def _axes(predicted: Mapping[str, Any]) -> dict[str, float]:
+    """Return the communication by axis: what computation does not hide, and what it hides."""
     found: dict[str, float] = {}
     for axis, seconds in predicted["communication_s"].items():
         exposed = predicted["exposed_s"].get(axis, 0.0)
@@ -218,7 +197,7 @@ def _parts_of_memory(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dic
     full = [max(range(len(side["memory"])), key=side["peak_memory_bytes"].__getitem__) for side in (a, b)]
     yield _row("peak", a["peak_memory_bytes"][full[0]], b["peak_memory_bytes"][full[1]])
     first, second = a["memory"][full[0]], b["memory"][full[1]]
-    for row in _rows(first, second):
+    for row in _compared_rows(first, second):
         yield row | {"name": row["name"].replace("_", " ")}
     yield _row("memory of a device", a["memory_bytes"], b["memory_bytes"])
 
@@ -248,7 +227,7 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
     faster, slower = ("A", "B") if ratio > 1 else ("B", "A")
     gain = f"{max(ratio, 1 / ratio):.3g} times as fast{'' if same else ' for each row'}"
     parts = [
-        {name: seconds / count for name, seconds in _parts(side).items()}
+        {name: seconds / count for name, seconds in _named_parts(side).items()}
         for side, count in zip((first, second), counts)
     ]
     sign = 1 if ratio > 1 else -1
@@ -288,12 +267,13 @@ def difference_lines(data: Mapping[str, Any]) -> list[str]:
         lines.append(f"   {entry['parameters']}{count}: {entry['a']} | {entry['b']}")
     if data["times"] is None:
         return lines
-    lines += _table(f"Step ({whose_parts([row['name'] for row in data['times']])})", data["times"], seconds_text)
+    lines += _table("Step", data["times"], seconds_text)
+    lines.append(f"   ({whose_parts([row['name'] for row in data['times']])})")
     lines += _table("Communication a step", data["communication"], seconds_text)
     lines += _table("A microbatch", list(_stage_rows(data["stages"])), seconds_text)
     lines += [f"   stage {stage['index']}: {_modules(stage, 'a')} | {_modules(stage, 'b')}" for stage in data["stages"]]
-    lines += _table("Memory of the fullest rank", data["memory"], _bytes_text)
-    return lines + _table("Peak of a device", data["ranks"], _bytes_text)
+    lines += _table("Memory of the fullest rank", data["memory"], bytes_text)
+    return lines + _table("Peak of a device", data["ranks"], bytes_text)
 
 
 def _said(entry: Mapping[str, Any], side: str) -> str:
@@ -319,10 +299,6 @@ def _stage_rows(stages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 def _modules(stage: Mapping[str, Any], side: str) -> str:
     names = stage["modules"][side]
     return "no such stage" if names is None else ", ".join(names)
-
-
-def _bytes_text(value: float) -> str:
-    return bytes_text(int(value))
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], text: Callable[[float], str]) -> list[str]:

@@ -12,14 +12,12 @@ divide experts over ranks of tp or cp as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.ir.plan import Plan
 from graphpar.runtime.axes import AXES, AXIS, GROUPS, REPLICAS
 from graphpar.text import indices_text
-
-if TYPE_CHECKING:
-    from graphpar.ir.plan import Plan
 
 _SHOWN = 8
 """How many ranks of a group with gaps a table lists."""
@@ -85,14 +83,12 @@ def groups_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     cells = [("Group", "over", "ranks", "groups", "of rank 0")]
     for row in rows:
         over = " x ".join(f"{axis}={degree}" for axis, degree in row["axes"].items())
-        cells.append((row["name"], over, str(row["size"]), str(row["groups"]), _ranks_text(row["of_rank_0"])))
+        ranks = indices_text(row["of_rank_0"])
+        if ranks.count(",") >= _SHOWN:
+            ranks = f"{indices_text(row['of_rank_0'][:_SHOWN])}, ... {row['of_rank_0'][-1]}"
+        cells.append((row["name"], over, str(row["size"]), str(row["groups"]), ranks))
     sizes = [max(map(len, column)) for column in zip(*cells)]
     return [
         f" {name:<{sizes[0]}}  {over:<{sizes[1]}}  {size:>{sizes[2]}}  {count:>{sizes[3]}}  {ranks}".rstrip()
         for name, over, size, count, ranks in cells
     ]
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    text = indices_text(ranks)
-    return text if text.count(",") < _SHOWN else f"{indices_text(ranks[:_SHOWN])}, ... {ranks[-1]}"

@@ -116,7 +116,7 @@
     }
     const whole = from <= 0 && to >= WHOLE;
     const said = document.querySelector(".zoomed");
-    if (said) said.textContent = whole ? "the whole step" : inSeconds ? `${texted((to - from) / WHOLE * length)} of ${texted(length)}` : `${(100 * (to - from) / WHOLE).toPrecision(3)}% of the step`;
+    if (said) said.textContent = whole ? "the full step" : inSeconds ? `${texted((to - from) / WHOLE * length)} of ${texted(length)}` : `${(100 * (to - from) / WHOLE).toPrecision(3)}% of the step`;
     chart.dataset.zoom = (WHOLE / (to - from)).toPrecision(4);
   };
   const view = (a, b) => {

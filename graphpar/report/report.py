@@ -1,47 +1,64 @@
 """The report: the compiler's decisions and their cost, as plain data, as text for a terminal, or as a page.
 
-    program, plan, stages ──report_data──► a dictionary (kept in report.json) ──render──► the printed report
-                          search (kept in search.json) ──┘                  ──html────► report.html
-    plan ──plan_text──► the same without a program
-
-Reading a report needs no torch.
+program, plan, stages ──report_data──► a dictionary (kept in report.json) ──render──► the printed report
+                      search (kept in search.json) ──┘                  ──html────► report.html
+plan ──plan_text──► the same without a program
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from graphpar.ir.plan import Plan
 from graphpar.passes.normalize.idioms import idiom_texts
+from graphpar.passes.planning.planned import Planned
 from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
-from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
-from graphpar.report.offload import offload_text
-from graphpar.report.overlap import overlap_text
 from graphpar.report.page import html
-from graphpar.report.predicted import (
+from graphpar.report.phrases import (
     assumed_lines,
-    communication_lines,
+    communication_text,
+    gap_text,
+    legend_of,
     mesh_text,
+    named,
+    offload_text,
+    overlap_text,
     predicted_lines,
     rank_names,
-    runners_up,
+    recomputation_text,
+    redistribution_text,
+    sent_text,
+    sharding_legend,
+    stage_columns,
     timeline_legend,
+    transitions_text,
 )
-from graphpar.report.recomputation import recomputation_text
-from graphpar.report.stages import stage_table
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
-from graphpar.runtime.modes import GENERATE, INFER
+from graphpar.runtime.option_kinds import GENERATE, INFER
 from graphpar.runtime.plan_record import REPORT, decisions_of
 from graphpar.schedules.simulation import draw
-from graphpar.text import bytes_text, compressed, count_text, indices_text, kept, listed, place_text, plural, wrapped
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from graphpar.ir.plan import Plan
+from graphpar.text import (
+    bytes_text,
+    compressed,
+    count_text,
+    flops_text,
+    indices_text,
+    kept,
+    listed,
+    numbered_runs,
+    place_text,
+    plural,
+    seconds_text,
+    shortened,
+    wrapped,
+)
 
 __all__ = [
     "compile_json",
@@ -56,30 +73,35 @@ __all__ = [
 ]
 
 WIDTH = 100
+_BAR = 12
+"""Length of a bar in the table of stages."""
+_NARROW = 20
+"""Modules that would have fewer columns than this are below their row of that table instead."""
+_NAMES = 26
+"""Width of the column of names of modules, unless they are wider."""
+_LEAST = 16
+"""A name of a value is not shortened below this width."""
+_SHOWN = 12
+"""How many weights of a spec are listed."""
 
 
-def report_files(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+def report_files(data: Mapping[str, Any], plan: Planned) -> dict[str, str]:
     """Make the report's files, by name: as data with the decisions that it is of, and as a page.
 
     ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
     """
     kept = {"decisions": decisions_of(plan.to_json()), "report": data}
     files = {REPORT: json.dumps(kept, indent=1) + "\n"}
-    search = {} if plan.found is None else {"search": plan.found.to_json()}
-    if search:
-        files["search.json"] = _search_json(search["search"])
+    found = {} if plan.found is None else {"search": plan.found.to_json()}
+    for search in found.values():  # with each priced plan on a line of its own
+        rows = ",\n".join(f"   {json.dumps(row)}" for row in search["points"]["rows"])
+        without = {**search, "points": {**search["points"], "rows": []}}
+        files["search.json"] = json.dumps(without, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n  ]', 1) + "\n"
     alone = None if plan.alone is None else plan.alone.to_json()
     if alone is not None:
         files["alone.json"] = json.dumps(alone, indent=1) + "\n"
-    files["report.html"] = html(with_alone(data, alone) | search)
+    files["report.html"] = html(with_alone(data, alone) | found)
     return files
-
-
-def _search_json(search: Mapping[str, Any]) -> str:
-    """Write a search as JSON, with each priced plan on a line of its own."""
-    rows = ",\n".join(f"   {json.dumps(row)}" for row in search["points"]["rows"])
-    without = {**search, "points": {**search["points"], "rows": []}}
-    return json.dumps(without, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n  ]', 1) + "\n"
 
 
 def render(data: Mapping[str, Any], console: Console, out: str | None = None, seconds: float | None = None) -> None:
@@ -98,23 +120,40 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
         _fields([_plan_line(data), *predicted_lines(data, seconds)], width),
         stage_table(data, width),
         _fields(_facts(data), width),
-        *sharding_sections(data.get("sharding"), width),
-        communication_lines(data, width),
+        *_sharding_sections(data.get("sharding"), width),
+        _communication(data, width),
         _fields(_notes(data), width),
-        timeline_lines(data, width),
-        runners_up(data, width),
+        _timeline(data, width),
+        _runners_up(data, width),
         _fields(closing, width),
     ]
     console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
 
 
-def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """Draw the step in time, one line for each pp group, and a legend."""
-    timeline = timeline_of(data)
-    ranks = data["mesh"]["pp"]
-    names = rank_names(data) if data["devices"] == ranks else [f"pp {rank}" for rank in range(ranks)]
-    legend = wrapped(timeline_legend(data, timeline), width, " ", " ")
-    return [f" {line}" for line in draw(timeline, width - 1, names)] + legend
+def plan_text(plan: Plan) -> str:
+    """Print the plan alone, without sizes and transfers, which only the program knows."""
+    modules = compressed([list(stage.modules) for stage in plan.stages])
+    data = {
+        **decisions(plan),
+        "stages": [
+            {"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)
+        ],
+    }
+    if isinstance(plan, Planned):
+        data |= {} if plan.predicted is None else predicted_data(plan, plan.predicted)
+        data |= {} if plan.found is None else {"search": plan.found.to_json()}
+        data["warnings"] = [*data.get("misfits", ()), *plan.warnings]
+        data = with_alone(data, None if plan.alone is None else plan.alone.to_json())
+    sections = [
+        wrapped(f"graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}", WIDTH, " ", " " * 12),
+        _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
+        stage_table(data, WIDTH),
+        _fields([*_placements(plan), *([("Offload", offload_text(data))] if plan.offload else [])], WIDTH),
+        _communication(data, WIDTH),
+        _runners_up(data, WIDTH),
+        _fields([*assumed_lines(data), *(("Warning", line) for line in data.get("warnings", ()))], WIDTH),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +167,18 @@ def next_commands(out: str, mode: str) -> list[str]:
     verify = [f"graphpar verify {folder}"] if mode != INFER else []
     how = "--tokens 1,2,3 --max-new-tokens 8" if mode == GENERATE else "--steps 3"
     return [f"graphpar run {folder} {how}", *verify, f"graphpar report {folder} --html report.html"]
+
+
+# ---- sections --------------------------------------------------------------------------------------------------
+
+
+def _timeline(data: Mapping[str, Any], width: int) -> list[str]:
+    """Draw the step in time, one line for each pp group, and a legend."""
+    timeline = timeline_of(data)
+    ranks = data["mesh"]["pp"]
+    names = rank_names(data) if data["devices"] == ranks else [f"pp {rank}" for rank in range(ranks)]
+    legend = wrapped(timeline_legend(data, timeline), width, " ", " ")
+    return [f" {line}" for line in draw(timeline, width - 1, names)] + legend
 
 
 def _header(data: Mapping[str, Any]) -> str:
@@ -170,10 +221,10 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         own = "the mean of the replicas' own losses, as in DDP" if data.get("dp_mean") else "that of the global batch"
         lines.append(("Loss", f"{own}; gradients are of this loss"))
     if data["mesh"]["pp"] > 1:
-        lines.append(("In flight", f"at most {_in_flight(data)}"))
+        lines.append(("In flight", _in_flight(data)))
         lines.append(("Traffic", _traffic(data)))
     if data.get("sharding"):
-        lines += sharding_lines(data)
+        lines += _sharding_facts(data)
     if "state" in data:
         lines.append(("State", state_text(data["state"])))
     if "recomputation" in data:
@@ -188,6 +239,15 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
+    if "draws" in data["model"]:
+        of_examples, of_step = data["model"]["draws"]
+        once = f", {of_step} once a step" if of_step else ""
+        lines.append(
+            (
+                "Random",
+                f"{plural(of_examples, 'operator')} by the key of each example{once}: the same numbers under any plan",
+            )
+        )
     if data["model"].get("idioms"):
         lines.append(("Idioms", " · ".join(idiom_texts(data["model"]["idioms"]))))
     return lines
@@ -198,7 +258,7 @@ def _gathers(data: Mapping[str, Any]) -> list[str]:
     freed = {
         "default": [],
         "always": ["freed after each forward and each backward"],
-        "never": ["kept from forward to backward"],
+        "never": ["not freed between forward and backward"],
     }
     reshard = data.get("reshard", "default")
     parts = freed.get(
@@ -209,7 +269,7 @@ def _gathers(data: Mapping[str, Any]) -> list[str]:
     elif data["prefetch"] is not None:
         point = "before a block computes" if data["prefetch"] == "pre" else "when a block has computed"
         blocks = "block is" if data["prefetch_distance"] == 1 else f"{data['prefetch_distance']} blocks are"
-        beside = f"{bytes_text(data['ahead_bytes'])} beside its own"
+        beside = f"{bytes_text(data['ahead_bytes'])} in addition to its own"
         parts = [*parts, f"in the backward the next {blocks} gathered {point}, {beside}"]
     return [" · ".join(parts)] if parts else []
 
@@ -224,9 +284,9 @@ def _experts(experts: Mapping[str, int]) -> str:
 def _in_flight(data: Mapping[str, Any]) -> str:
     peaks = data["in_flight"]
     if len(peaks) > 16:
-        return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
+        return f"at most {max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
     ranks = "ranks" if data["devices"] == len(peaks) else "pp groups"
-    return f"{', '.join(map(str, peaks))} microbatches on {ranks} 0 to {len(peaks) - 1}, whose activations are kept"
+    return f"microbatches whose activations are kept on {ranks} 0 to {len(peaks) - 1}: at most {', '.join(map(str, peaks))}"
 
 
 def _traffic(data: Mapping[str, Any]) -> str:
@@ -289,26 +349,210 @@ def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
     return printed
 
 
-def plan_text(plan: Plan) -> str:
-    """Print the plan alone, without sizes and transfers, which only the program knows."""
-    modules = compressed([list(stage.modules) for stage in plan.stages])
-    data = {
-        **decisions(plan),
-        "stages": [
-            {"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)
-        ],
-        **({} if plan.predicted is None else predicted_data(plan, plan.predicted)),
-        **({} if plan.found is None else {"search": plan.found.to_json()}),
-    }
-    data["warnings"] = data.get("misfits", []) + list(plan.warnings)
-    data = with_alone(data, None if plan.alone is None else plan.alone.to_json())
-    sections = [
-        wrapped(f"graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}", WIDTH, " ", " " * 12),
-        _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
-        stage_table(data, WIDTH),
-        _fields([*layout_text(plan), *([("Offload", offload_text(data))] if plan.offload else [])], WIDTH),
-        communication_lines(data, WIDTH),
-        runners_up(data, WIDTH),
-        _fields([*assumed_lines(data), *(("Warning", line) for line in data["warnings"])], WIDTH),
+def _communication(data: Mapping[str, Any], width: int) -> list[str]:
+    """Write the communication of a step as a separate section."""
+    predicted = data.get("predicted")
+    text = communication_text(predicted) if predicted else ""
+    return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
+
+
+def _runners_up(data: Mapping[str, Any], width: int) -> list[str]:
+    """Write each runner-up, its step time, and where it loses time: on the same line where that fits."""
+    others = (data.get("search") or {}).get("alternatives", ())
+    rows = []
+    for other in others:
+        seconds, step = other["step_time_s"], data["predicted"]["step_time_s"]
+        rows.append((*named(other), seconds_text(seconds), f"({seconds / step - 1:+.1%})", str(other["why_not"])))
+    columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+    lines: list[str] = []
+    for place, (mesh, schedule, took, more, why) in enumerate(rows):
+        start = f"{'' if place else ' Runners-up':<12}"
+        head = f"{mesh:<{columns[0]}}  {schedule:<{columns[1]}}  {took:>{columns[2]}} {more:>{columns[3]}}"
+        below = [why]
+        if len(head) > width - 12:
+            head, below = f"{mesh:<{columns[0]}}  {took:>{columns[2]}} {more:>{columns[3]}}", [schedule, why]
+        fits = len(below) == 1 and all(12 + sum(columns) + 5 + 2 + len(row[-1]) <= width for row in rows)
+        lines.append(f"{start}{head}{'  ' + why if fits else ''}")
+        lines += [] if fits else [line for text in below for line in wrapped(text, width, " " * 14, " " * 14)]
+    return lines
+
+
+# ---- the table of stages ---------------------------------------------------------------------------------------
+
+
+def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
+    """Make the table of stages, with whole names even in narrow terminals.
+
+    Stage  ranks  modules             params     fwd     bwd  memory
+        0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
+
+    With a prediction it has each stage's times and its rank's memory, else its share of the flops.
+    """
+    stages, predicted = data["stages"], data.get("predicted")
+    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold shards or replicas of a stage
+    places = [indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)) for stage in stages]
+    left = [
+        ("Stage", "rank" if together == 1 else "ranks"),
+        *((str(stage["index"]), place) for stage, place in zip(stages, places)),
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    modules = ["modules", *(", ".join(stage["modules"]) for stage in stages)]
+    if predicted is None:
+        right = _flops_columns(stages) if "flops" in stages[0] else [()] * (len(stages) + 1)
+    else:
+        right = _time_columns(predicted)
+    room = _room(left, right, width)
+    words = max(len(word) for text in modules for word in text.split(" "))
+    if right[0] and room < max(words, _NARROW):  # bars go first
+        right = [
+            (*cells[:-1], cells[-1] if not place else cells[-1][_BAR:].strip()) for place, cells in enumerate(right)
+        ]
+        room = _room(left, right, width)
+    return _laid_out(left, modules, right, room if room >= max(words, _NARROW) else 0, width)
+
+
+def _room(left: Sequence[Sequence[str]], right: Sequence[Sequence[str]], width: int) -> int:
+    """Return the number of columns that are left for modules."""
+    return width - 1 - sum(size + 2 for size in (*_sizes(left), *_sizes(right)))
+
+
+def _sizes(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows)]
+
+
+def _laid_out(
+    left: Sequence[Sequence[str]], modules: Sequence[str], right: Sequence[Sequence[str]], room: int, width: int
+) -> list[str]:
+    """Lay out the rows, with modules in ``room`` columns, or below each row where ``room`` is 0."""
+    before, after = _sizes(left), _sizes(right)
+    column = min(room, max(map(len, modules)))
+    lines = []
+    for first, text, last in zip(left, modules, right):
+        own = wrapped(text, column) if column else [""]
+        start = "".join(f" {cell:>{size}} " for cell, size in zip(first, before))
+        aligned = [f"{cell:>{size}}" for cell, size in zip(last[:-1], after)] + list(last[-1:])
+        end = "".join(f"  {cell}" for cell in aligned)
+        middle = f" {own[0]:<{column}}" if column else ""
+        lines.append(f"{start}{middle}{end}".rstrip())
+        lines += [" " * (len(start) + 1) + line for line in own[1:]]
+        if not column and text:
+            lines += wrapped(text, width, " " * 8, " " * 8)
+    return lines
+
+
+def _flops_columns(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    flops = [stage["flops"] for stage in stages]
+    total, most = sum(flops) or 1.0, max(flops) or 1.0
+    rows = [
+        (count_text(stage["parameters"]), flops_text(own), f"{_bar(own / most)} {own / total:4.0%}")
+        for stage, own in zip(stages, flops)
+    ]
+    return [("params", "forward", "share"), *rows]
+
+
+def _time_columns(predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    columns = stage_columns(predicted)
+    backward = any(column[1] for column in columns)
+    rows = []
+    for own, (forward, back, peak, share) in zip(predicted["stages"], columns):
+        memory = f"{_bar(share)} {peak:>8}" if peak else ""
+        rows.append((count_text(own["parameters"]), forward, *([back] if backward else []), memory))
+    return [("params", "fwd", *(["bwd"] if backward else []), "memory"), *rows]
+
+
+def _bar(share: float) -> str:
+    eighths = round(max(0.0, min(1.0, share)) * _BAR * 8)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(_BAR)
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------
+
+
+def _sharding_facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say what all redistributions of a microbatch send and take, how close to the best the placement is, and its notes."""
+    sharding = data["sharding"]
+    lines = [("Sharding", transitions_text(data)), ("Placement", gap_text(sharding["gap"]))]
+    for operator, rules in sharding["discovered"].items():
+        found = f"its rule was found by running it: {'; '.join(rules)}" if rules else ""
+        lines.append(("Operator", f"{operator}: {found or 'no rule, so it runs on unsharded tensors'}"))
+    return [*lines, *(("Loss", note) for note in sharding["notes"])]
+
+
+def _sharding_sections(sharding: Mapping[str, Any] | None, width: int) -> list[list[str]]:
+    """Print a section for each distinct block and one for the operators outside of blocks, with the same columns.
+
+    LlamaDecoderLayer x 8   in S(1)@tp   out S(1)@tp
+      input_layernorm       R@tp
+        input_layernorm     S(1) -> R  all-gather 2.00 KiB  reduce-scatter 2.00 KiB  0.03 ms
+    """
+    if sharding is None:
+        return []
+    scopes = [scope for scope in sharding["scopes"] if scope["rows"]]
+    several = len(sharding["axes"]) > 1
+    rows = [_cells(entry, several) for scope in scopes for row in scope["rows"] for entry in row["transitions"]]
+    columns = [max((len(row[place]) for row in rows), default=0) for place in range(5)]
+    sections = [_section(scope, several, columns, width) for scope in scopes]
+    legend = (wrapped(f"{name:<4} {what}", width, "   ", " " * 8) for name, what in sharding_legend(sharding))
+    return [*sections, [" Types, on an axis", *(line for lines in legend for line in lines)]]
+
+
+def _section(scope: Mapping[str, Any], several: bool, columns: Sequence[int], width: int) -> list[str]:
+    title = f" {scope['name']} x {scope['count']}" if scope["name"] else " Outside of blocks"
+    ends = "   ".join(f"{end} {scope[end]}" for end in ("in", "out") if scope[end])
+    lines = _beside(title, ends, width)
+    for row in scope["rows"]:
+        lines += _beside(f"   {row['label']}", row["spec"], width)
+        for entry in row["transitions"]:
+            lines += _transition(_cells(entry, several), columns, width)
+    return lines
+
+
+def _beside(left: str, right: str, width: int) -> list[str]:
+    """Write a name, and its specs in the column of types, or below the name where that is too long."""
+    start = 3 + _NAMES + 1
+    if len(left) < start and start + len(right) <= width:
+        return [f"{left:<{start}}{right}".rstrip()]
+    lines = wrapped(left, width, then="   ")
+    if right and len(lines[-1]) + 2 + len(right) <= width:
+        return [*lines[:-1], f"{lines[-1]}  {right}"]
+    return [*lines, *(wrapped(right, width, " " * 6, " " * 6) if right else [])]
+
+
+def _cells(entry: Mapping[str, Any], several: bool) -> tuple[str, str, str, str, str]:
+    seconds = "" if entry["seconds"] is None else seconds_text(entry["seconds"])
+    return (
+        entry["name"],
+        redistribution_text(entry, several),
+        sent_text(entry, "forward"),
+        sent_text(entry, "backward"),
+        seconds,
+    )
+
+
+def _transition(cells: Sequence[str], columns: Sequence[int], width: int) -> list[str]:
+    """Write one redistribution on a line where it fits (a long name is shortened), else with its collectives below it."""
+    name, types, *sent, price = cells
+    fixed = f"{types:<{columns[1]}}  {sent[0]:<{columns[2]}}  {sent[1]:<{columns[3]}}  {price:>{columns[4]}}"
+    room = width - 6 - len(fixed)
+    if room >= min(columns[0], _LEAST):
+        room = min(room, max(columns[0], _NAMES - 2))
+        return [f"     {shortened(name, room):<{room}} {fixed}".rstrip()]
+    room = width - 7 - columns[1] - columns[4]
+    first = f"     {shortened(name, room):<{room}} {types:<{columns[1]}} {price:>{columns[4]}}".rstrip()
+    return [first, *wrapped("; ".join(filter(None, map(kept, sent))), width, " " * 8, " " * 8)]
+
+
+def _placements(plan: Plan) -> list[tuple[str, str]]:
+    """List the specs of parameters, from the plan alone; names that differ only in a layer's number are merged."""
+    state = [("State", f"ZeRO-{plan.zero} over {plan.mesh.state_text}")] if plan.zero else []
+    if not plan.sharding.all_degrees:
+        return state
+    specs: dict[str, dict[str, list[str]]] = {}
+    for name, spec in plan.sharding.parameters.items():
+        text = ", ".join(f"{kind}@{axis}" for axis, kind in spec.items())
+        specs.setdefault(text, {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    lines = [*state, ("Placement", gap_text(plan.sharding.gap))]
+    for text, groups in sorted(specs.items()):
+        shown = [names[0] if len(names) == 1 else pattern for pattern, names in groups.items()]
+        lines.append(("Weights", f"{text}:  {listed(numbered_runs(shown), _SHOWN)}"))
+    return [*lines, *(("Types", f"{name}  {what}") for name, what in legend_of(specs))]

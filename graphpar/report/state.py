@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphpar.codegen.package import held_by_ranks, owners_of
+from graphpar.codegen.units import parameters_of_units
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import OptimizerState, Program
+from graphpar.ir.stage import Stage
+from graphpar.operators.parameter_casts import gather_dtype
 from graphpar.text import bytes_text
 
-if TYPE_CHECKING:
-    from graphpar.ir.plan import Plan
-    from graphpar.ir.program import Program
-    from graphpar.ir.stage import Stage
-
 _SHOWN = 8
-_ADAMW = 2
-"""Tensors of AdamW's state for each parameter."""
 
 
-def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any] | None:
+def state_data(
+    program: Program, plan: Plan, stages: Sequence[Stage], optimizer: OptimizerState
+) -> dict[str, Any] | None:
     """Return the units and what the rank that stores most stores, in bytes; None where no state is sharded.
 
     ``loads`` are the elements that each of the ranks updates at level 1, by pp rank; empty where they are equal slices. A unit's bytes
     are those of its parameters when they are gathered; ``count`` units of a class have as many each.
     """
-    from graphpar.codegen.fully_sharded import parameters_of_units
-    from graphpar.codegen.package import held_by_ranks, owners_of
-
     if not plan.zero:
         return None
     classes = {path: block.name for block in program.blocks.values() for path in block.instances}
     units: dict[tuple[str, int], int] = {}
-    whole = whole_bytes(program, plan)
+    whole = _whole_bytes(program, plan)
     for path, names in parameters_of_units(program, stages).items():
         key = classes.get(path, path), sum(whole[name] for name in _once(program, names))
         units[key] = units.get(key, 0) + 1
@@ -51,22 +49,21 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
             updated = max(sum(info.nbytes for info in infos) for infos in shares)
             loads.append([sum(info.numel for info in infos) for infos in shares])
         stored = sum(_stored(program, plan, name) for name in held)
-        parts.append({"parameters": stored, "gradients": gradients, "optimizer": _ADAMW * updated})
+        parts.append({"parameters": stored, "gradients": gradients, "optimizer": round(optimizer.tensors * updated)})
     return {
         "zero": plan.zero,
         "by": plan.zero1_by if plan.zero == 1 else None,
         "ranks": ranks,
         "over": plan.mesh.state_text,
         "units": [{"name": name, "count": count, "bytes": nbytes} for (name, nbytes), count in units.items()],
+        "kept_by": optimizer.name,
         "rank_bytes": max(parts, key=lambda each: sum(each.values())),
         "loads": loads,
     }
 
 
-def whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
+def _whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
     """Return the bytes of each whole parameter: of one that is stored in shards, in the dtype that it is gathered in."""
-    from graphpar.operators.parameter_casts import gather_dtype
-
     gathered = gather_dtype(program) if plan.fully_sharded else None
     return {
         name: info.numel * gathered.itemsize if gathered and name in plan.fully_sharded else info.nbytes
@@ -98,9 +95,10 @@ def state_text(state: Mapping[str, Any]) -> str:
     )
     own = state["rank_bytes"]
     by = f", {state['by']}" if state.get("by") else ""
+    kept = f"{state.get('kept_by', 'AdamW')}'s state {bytes_text(own['optimizer'])}"
     return (
         f"ZeRO-{state['zero']} over {state['over']}{by} · units {units} · a rank stores parameters "
-        f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, AdamW's state {bytes_text(own['optimizer'])}"
+        f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, {kept}"
         + (f" · {_loads_text(state['loads'])}" if state["loads"] else "")
     )
 

@@ -9,45 +9,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphpar.runtime.arguments import count, generate_arguments, infer_arguments, train_arguments
-    from graphpar.runtime.check import check_first_step
-    from graphpar.runtime.checkpoint import Checkpoint
-    from graphpar.runtime.data import TokenDataset, first_batches, load, pad
+    from graphpar.runtime.checkpoints.checkpoint import Checkpoint
     from graphpar.runtime.distributed import Ranks, StopSignal, start
     from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
-    from graphpar.runtime.log import Log
+    from graphpar.runtime.generation.prompts import text_file
+    from graphpar.runtime.launching.arguments import count, generate_arguments, infer_arguments, train_arguments
     from graphpar.runtime.manifest import Manifest, load_manifest
     from graphpar.runtime.pipeline import Pipeline
-    from graphpar.runtime.random_streams import sample_keys
-    from graphpar.runtime.texts import text_file
-    from graphpar.runtime.training import RandomExamples, Training, batches
+    from graphpar.runtime.stages.dropout import sample_keys
+    from graphpar.runtime.training.data import TokenDataset, first_batches, load, pad
+    from graphpar.runtime.training.log import Log
+    from graphpar.runtime.training.loop import RandomExamples, Training, batches, check_first_step
 
 _MODULES = {
     "AgreedError": "errors",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "checkpoints.checkpoint",
     "LaunchError": "errors",
-    "Log": "log",
+    "Log": "training.log",
     "Manifest": "manifest",
     "Pipeline": "pipeline",
-    "RandomExamples": "training",
+    "RandomExamples": "training.loop",
     "Ranks": "distributed",
     "RuntimeProgramError": "errors",
     "StopSignal": "distributed",
-    "TokenDataset": "data",
-    "Training": "training",
-    "batches": "training",
-    "check_first_step": "check",
-    "count": "arguments",
-    "first_batches": "data",
-    "generate_arguments": "arguments",
-    "infer_arguments": "arguments",
-    "load": "data",
+    "TokenDataset": "training.data",
+    "Training": "training.loop",
+    "batches": "training.loop",
+    "check_first_step": "training.loop",
+    "count": "launching.arguments",
+    "first_batches": "training.data",
+    "generate_arguments": "launching.arguments",
+    "infer_arguments": "launching.arguments",
+    "load": "training.data",
     "load_manifest": "manifest",
-    "pad": "data",
-    "sample_keys": "random_streams",
+    "pad": "training.data",
+    "sample_keys": "stages.dropout",
     "start": "distributed",
-    "text_file": "texts",
-    "train_arguments": "arguments",
+    "text_file": "generation.prompts",
+    "train_arguments": "launching.arguments",
 }
 
 __all__ = [

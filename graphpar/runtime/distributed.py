@@ -16,11 +16,10 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,9 +29,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from graphpar.runtime.debugging import lone_group
 from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
+from graphpar.runtime.plan_record import kept_report, read_object
+from graphpar.runtime.rendezvous import (
+    DEVICE,
+    LAUNCHERS,
+    PRIORITY,
+    agreed_device,
+    check_size,
+    open_store,
+    read_launcher,
+    read_plan,
+)
 from graphpar.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
 PEER_LOSS = (
@@ -49,6 +59,9 @@ LEFT = "graphpar_left_"
 GRACE_S = 20.0
 """How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
 
+STOP_GRACE_S = 300.0
+"""How long a rank that was asked to end has to save; a launcher is asked to wait as long before it kills."""
+
 SETTLING_S = 0.1
 """How long gloo's threads get to release their last results. These hold tensors, so releasing them needs the interpreter; if it exits
 meanwhile, the process aborts although all of its work is done."""
@@ -58,9 +71,6 @@ SHOWN = 4
 
 USER_ERROR = 2
 """The exit status when the user must change something."""
-
-LOOPBACK = ("127.0.0.1", "localhost")
-"""Addresses that only this machine reaches."""
 
 LAUNCHED = "GRAPHPAR_LAUNCHED"
 """Set in the environment by a launcher that reads the ranks' error files and reports the error itself."""
@@ -78,17 +88,29 @@ class Ranks:
 
 
 @contextmanager
-def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
-    """Join the process group for the length of the block: nccl with a GPU for every local rank, else gloo.
+def start(
+    timeout_s: float = 600.0,
+    *,
+    device: str | None = None,
+    program: str | Path | None = None,
+    alone: tuple[int, int] | None = None,
+) -> Iterator[Ranks]:
+    """Join the process group for the length of the block: nccl with a GPU for every rank, or gloo on CPUs.
 
-    Without torchrun's variables in the environment this is a group of one. A collective or a transfer that
-    takes longer than ``timeout_s`` fails. If the block raises, the message goes to standard error and to
-    torchrun, and the process exits (status 2 for a ``RuntimeProgramError``, else 1); a group of one that torchrun did
-    not start raises ``SystemExit`` with it, so that a notebook goes on.
+    Without variables of torchrun, srun or mpirun in the environment this is a group of one. Ranks have GPUs if one of them sees any, or if
+    the plan is for GPUs; where some then lack one, all end. A collective or a transfer that takes longer than ``timeout_s`` fails. If the
+    block raises, the message goes to standard error and to torchrun, and the process exits (status 2 for a ``RuntimeProgramError``, else
+    1); a group of one that torchrun did not start raises ``SystemExit`` with it, so that a notebook goes on.
+
+    Args:
+        device: "cpu" or "cuda", to ask for it.
+        program: the emitted folder, whose plan says what it is for.
+        alone: a rank and how many there are: this process is that rank, without the others
+            (:mod:`graphpar.runtime.debugging.lone_group`).
     """
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
-        ranks = _join(timeout_s)
+        ranks = _join(timeout_s, device, program) if alone is None else _join_alone(*alone, device)
         yield ranks
         _leave()
     except SystemExit as error:
@@ -96,7 +118,7 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
             _leave()
         raise
     except Exception as error:
-        fail(error)
+        fail(error, program)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -104,69 +126,110 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
 
 
 class StopSignal:
-    """Notes a SIGTERM, so that training can save and end after the step that is under way. A second one ends the process at once."""
+    """Notes a SIGTERM, so that training can save and end after the step that is under way.
+
+    A launcher may send it several times: Slurm to each process of a job step, and torchrun again to its ranks. Within ``STOP_GRACE_S``
+    of the first one the others are ignored; later, one ends the process at once.
+
+    Whether any rank has one is known from a sum over all ranks. It travels with one that a step makes anyway, of the gradient's norm
+    (:meth:`summed`); only after a step without that there is one of its own.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
-        # On the CPU, so that no rank waits for its device.
-        self._group = dist.new_group(backend="gloo") if ranks.backend != "gloo" and ranks.world_size > 1 else None
-        self._alone = ranks.world_size == 1
-        self._noted = False
-        signal.signal(signal.SIGTERM, self._note)
+        self._ranks = ranks
+        self._noted_at: float | None = None
+        self._sums: list[
+            Callable[[], float]
+        ] = []  # of the ranks that were asked to end, as each step of late has counted them
+        self._carried = False  # whether the last step has
+        self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def close(self) -> None:
+        """Let a SIGTERM do again what it did before."""
+        signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: object) -> None:
-        self._noted = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        now = time.monotonic()
+        if self._noted_at is None:
+            self._noted_at = now
+        elif now - self._noted_at > STOP_GRACE_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Sum a number over all ranks, and with it how many of them were asked to end; a collective call."""
+        both = torch.stack([value, value.new_full((), float(self._noted_at is not None))])
+        dist.all_reduce(both)
+        if self._carried:  # by another norm of this step
+            self._sums.pop()
+        self._sums.append(read_later(both[1]))
+        self._carried = True
+        return both[0]
 
     def received(self) -> bool:
-        """Return whether any rank was asked to end; a collective call."""
-        if self._alone:
-            return self._noted
-        noted = torch.tensor(float(self._noted))
-        dist.all_reduce(noted, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(noted)
+        """Return whether any rank was asked to end; a collective call.
+
+        On a GPU that is what the step before the last one has counted, so that no rank waits for its device.
+        """
+        if self._ranks.world_size == 1:
+            return self._noted_at is not None
+        if not self._carried:
+            self.summed(torch.zeros((), device=self._ranks.device))
+        self._carried = False
+        late = self._ranks.device.type == "cuda"
+        return len(self._sums) > late and self._sums.pop(0)() > 0
 
 
-def on_gpus(ranks: int) -> bool:
-    """Whether so many ranks on this machine have a GPU each."""
-    return torch.cuda.is_available() and torch.cuda.device_count() >= ranks and dist.is_nccl_available()
+def read_later(value: Tensor) -> Callable[[], Any]:
+    """Start to copy numbers to the host; what is returned waits for them alone, and reads them as ``tolist`` does."""
+    if value.device.type != "cuda":
+        return value.tolist
+    copy, copied = torch.empty_like(value, device="cpu", pin_memory=True), torch.cuda.Event()
+    copy.copy_(value, non_blocking=True)
+    copied.record()
+
+    def read() -> Any:
+        copied.synchronize()
+        return copy.tolist()
+
+    return read
 
 
-def _join(timeout_s: float) -> Ranks:
-    under_torchrun = "RANK" in os.environ
-    if under_torchrun and isinstance(sys.stdout, io.TextIOWrapper):
+def _join(timeout_s: float, device: str | None, program: str | Path | None) -> Ranks:
+    read_launcher()
+    if "RANK" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
         # Lines at once and whole: torchrun starts ranks so that each piece of a line is written by itself.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    on_gpu = on_gpus(local_world)
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    backend = "nccl" if on_gpu else "gloo"
-    if on_gpu:
-        torch.cuda.set_device(device)
+    rank, world_size, local_rank = (
+        int(os.environ.get(name, usual)) for name, usual in zip(LAUNCHERS["torchrun"], ("0", "1", "0"))
+    )
     timeout = timedelta(seconds=timeout_s)
-    own = _local_store(rank, world_size, timeout) if local_world == world_size else None
-    if own is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
-    return Ranks(rank, world_size, local_rank, device, backend)
+    planned, degrees = read_plan(program)
+    if degrees is not None:
+        check_size(world_size, degrees, sys.argv[0])
+    store = open_store(timeout)
+    where = agreed_device(store, device or os.environ.get(DEVICE), planned)
+    backend, options = "gloo", dict[str, Any]()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+        # With its device a group has its communicator at once, from which those of the axes are split.
+        urgent = [*(degrees or ())] in [[axis] for axis in PRIORITY]
+        settings = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        settings._timeout = timeout
+        backend, options = "nccl", {"device_id": where, "pg_options": settings}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
+    return Ranks(rank, world_size, local_rank, where, backend)
 
 
-def _local_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """Make the store of ranks of one machine, which no other machine can reach; None where torchrun's own serves them."""
-    if "RANK" not in os.environ:
-        return HashStore()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("MASTER_ADDR") not in LOOPBACK:
-        return None
-    address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
-    loops = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loops:  # the backends' own sockets, too, listen where only this machine reaches them
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loops[0])
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loops[0])
-    listener = socket.create_server(address).detach() if rank == 0 else None
-    return TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
+def _join_alone(rank: int, world_size: int, device: str | None) -> Ranks:
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    where = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(where)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as a launcher's ranks have
+    lone_group.join(rank, world_size)
+    return Ranks(rank, world_size, 0, where, lone_group.BACKEND)
 
 
 def _leave() -> None:
@@ -184,8 +247,12 @@ def _have_left() -> list[int]:
         return []
 
 
-def fail(error: Exception) -> None:
-    """Report ``error`` as this rank's own failure and exit, or wait to be ended if only a peer was lost."""
+def fail(error: Exception, program: str | Path | None = None) -> None:
+    """Report ``error`` as this rank's own failure and exit, or wait to be ended if only a peer was lost.
+
+    Args:
+        program: the emitted folder, whose plan says how much memory a rank needs.
+    """
     cause = root_cause(error)
     secondary = lost_peer(error)
     rank = int(os.environ.get("RANK", "0"))
@@ -193,13 +260,15 @@ def fail(error: Exception) -> None:
     cause_text = re.sub(r"^\[.*?\] *", "", message) if secondary else ""
     if isinstance(cause, OSError) and cause.errno in NO_ROOM:
         user, message = True, f"{cause.filename or 'a file'} can't be written: {cause.strerror}"
+    elif isinstance(cause, torch.OutOfMemoryError):
+        user, message = True, f"{message.partition(' See documentation')[0]}{_planned_memory(program, rank)}"
     elif not user:
         message = f"{type(cause).__name__}: {cause}"
     if secondary:
         left = _have_left()
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
         ended = f"{who} ended without an error while this rank waits for it: it left its loop early, or exited"
-        message = f"{ended if left else 'another rank went away, or was waited for too long'} ({cause_text})"
+        message = f"{ended if left else 'another rank ended, or the wait for it timed out'} ({cause_text})"
     frames, raised = ("", f"error: {message}\n") if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -212,14 +281,27 @@ def fail(error: Exception) -> None:
         )
     if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(GRACE_S)
-    if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and rank != 0):
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
+    if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and int(os.environ.get("LOCAL_RANK", "0"))):
+        named = "" if isinstance(cause, AgreedError) and message.startswith("rank") else f"[rank {rank}] "
+        sys.stderr.write("".join(f"{named}{line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()
     sys.stderr.flush()
     status = USER_ERROR if user else 1
     if "RANK" not in os.environ:  # no other rank waits, and a notebook goes on
         raise SystemExit(status) from error
     os._exit(status)
+
+
+def _planned_memory(program: str | Path | None, rank: int) -> str:
+    """Say what the plan expects a rank's memory to hold at its peak, where it was priced."""
+    with suppress(RuntimeProgramError, OSError, KeyError, TypeError):
+        file = Path(program or "") / "plan.json"
+        parts = (kept_report(file, read_object(file)) or {})["predicted"]["memory"]
+        own = parts[rank * len(parts) // int(os.environ.get("WORLD_SIZE", "1"))]  # pp is the outermost axis
+        sizes = {name.replace("_", " "): size / 2**30 for name, size in own.items() if isinstance(size, int) and size}
+        shown = ", ".join(f"{name} {size:.2f}" for name, size in sorted(sizes.items(), key=lambda each: -each[1]))
+        return f" The plan expects {sum(sizes.values()):.2f} GiB at this rank's peak: {shown}."
+    return ""
 
 
 def _short_traceback(cause: BaseException) -> tuple[str, str]:
@@ -248,8 +330,8 @@ def lost_peer(error: BaseException) -> bool:
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather ``value`` of every rank (of ``group``) on all of them, in the order of the ranks. Pickles it."""
     size = dist.get_world_size(group)
-    if size == 1:
-        return [value]
+    if size == 1 or lone_group.is_alone():
+        return [value] * size
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -274,13 +356,6 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup | N
     """Start to sum every rank's 1-D ``whole`` into equal pieces, this rank's into ``own``."""
     work: dist.Work = reduce_scatter_single(own, whole, group=group, async_op=True)
     return work
-
-
-def group_timeout(device: torch.device) -> timedelta | None:
-    """Return the default group's timeout, for new groups: torch's default would be half an hour."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout
 
 
 def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

@@ -47,16 +47,30 @@ class LaunchError(RuntimeError):
         self.signal = signal
 
 
+_LIKE = 0.6
+
+
+def _likeness(name: str, other: str) -> float:
+    """How much two names are alike, from 0 to 1: in those of their parts that differ, else a long part that is equal would do."""
+    parts, others = name.split("."), other.split(".")
+    if len(parts) != len(others):
+        return difflib.SequenceMatcher(None, name, other).ratio() - 0.15
+    numbers = [a.isdecimal() and b.isdecimal() for a, b in zip(parts, others)]
+    ratios = [difflib.SequenceMatcher(None, a, b).ratio() for a, b in zip(parts, others)]
+    return min(_LIKE if number and ratio < 1 else ratio for number, ratio in zip(numbers, ratios))
+
+
 def near_match(name: str, known: Iterable[str]) -> str:
     """Write the suffix ``" Did you mean 'x'?"``; empty when no name is close. Names that begin with ``name`` come first."""
     names = list(known)
     begun = [other for other in names if len(name) > 1 and other.startswith(name)]
-    close = begun[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    close = begun[:3]
+    if not begun:  # none that is much farther than the nearest
+        near = {match: _likeness(name, match) for match in difflib.get_close_matches(name, names, n=20, cutoff=0.6)}
+        least = max(_LIKE, max(near.values(), default=0.0) - 0.05)
+        close = [match for match, likeness in near.items() if likeness >= least][:3]
     if not close:
         return ""
-    if not begun:  # none that is much farther than the nearest
-        near = [difflib.SequenceMatcher(None, name, match).ratio() for match in close]
-        close = [match for match, ratio in zip(close, near) if ratio > near[0] - 0.05]
     quoted = " or ".join(repr(match) for match in close)
     return f" Did you mean {quoted}?"
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +21,10 @@ from graphpar.runtime.axes import AXES, AXIS, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import GraphparError, RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.modes import GENERATE, MODES
-from graphpar.runtime.name_runs import unpacked, unpacked_names
+from graphpar.runtime.option_kinds import GENERATE, MODES
 from graphpar.runtime.options import Decisions, check_decisions
-from graphpar.runtime.plan_record import (
-    DTYPES,
-    Adapter,
-    PlanRecord,
-    Record,
-    StageRecord,
-    degrees_of,
-    read_object,
-    types_of,
-)
+from graphpar.runtime.plan_record import Adapter, PlanRecord, read_object, without_usual
+from graphpar.runtime.records import DTYPES, Record, degrees_of, kept, packed, packed_fields, read
 
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
@@ -46,7 +38,7 @@ class TensorInterface:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    types: Mapping[str, Type] = field(default_factory=dict, hash=False)
+    types: Mapping[str, Type] = field(default_factory=dict, hash=False, metadata={"always": True})
     """Its type on each compute axis; for the type check only, so a plan may leave it out."""
     per_position: tuple[int, ...] = ()
     """Of a program for generation: how many elements of each dim a position has; 0 where a dim does not follow them."""
@@ -58,7 +50,7 @@ class TensorInterface:
         return tuple(each * positions or n for n, each in zip(self.shape, self.per_position))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InputInterface:
     """An input of the whole program.
 
@@ -71,42 +63,99 @@ class InputInterface:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    batch_dim: int | None
+    batch_dim: int | None = kept(None, always=True)
     role: str
     below: int | None = None
     classes: int | None = None
     ignored: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputInterface:
     """What the last stage returns. ``batch_dim`` says along which dim microbatches are joined."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    batch_dim: int | None
+    batch_dim: int | None = kept(None, always=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageInterface:
     """One stage: its class, the pp coordinate of the ranks that hold it, and its inputs and outputs by name."""
 
-    index: int
-    rank: int
-    modules: tuple[str, ...]
-    class_name: str
+    index: int = kept(0, never=True)
+    rank: int = kept(0, never=True)
+    modules: tuple[str, ...] = kept((), never=True)
+    class_name: str = kept(key="class")
     file: str
-    inputs: tuple[str, ...]
-    counts: tuple[str, ...]
-    receives: tuple[TensorInterface, ...]
-    sends: tuple[TensorInterface, ...]
+    inputs: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    receives: tuple[TensorInterface, ...] = ()
+    sends: tuple[TensorInterface, ...] = ()
     recomputes: bool = False
     """Whether blocks of it run their forward again in the backward."""
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What the loss divides by: names of the counts, and the inputs that they are computed from."""
+
+    names: tuple[str, ...] = kept((), always=True)
+    inputs: tuple[str, ...] = kept((), always=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Manifest(Decisions):
+class Interface:
+    """What a program is to the runtime, besides its plan: code generation writes it into ``plan.json``."""
+
+    inputs: tuple[InputInterface, ...]
+    counts: Counts
+    stages: tuple[StageInterface, ...]
+    outputs: tuple[OutputInterface, ...]
+    steady: tuple[str, ...] = ()
+    """Buffers that every microbatch writes alike, so that a step writes them once."""
+    branches: Mapping[str, str] = kept(make=dict)
+    """Branches on values, of which the program has one each: what each asks, by the buffer that holds whether it was another."""
+    shapes: Mapping[str, tuple[int, ...]] = kept(make=dict, packed=True)
+    """Full shapes of the tensors that some axis shards; in a manifest under every name of a tie."""
+    gather_dtype: torch.dtype | None = kept(None, short=True)
+    """The dtype in which the stages read all parameters; None: in several."""
+    casts: Mapping[str, torch.dtype] = kept(make=dict, packed=True, short=True)
+    """The dtype in which stages read a parameter that is stored in another and not in shards."""
+    owners: Mapping[str, int] = kept(make=dict, packed=True)
+    """At level 1, which of the ranks that share state updates a parameter, in a manifest under every name of a tie; empty where each
+    updates a slice of all."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    streams: tuple[tuple[int, ...], ...] = ()
+    """Of each random operator, in execution order, the dim that has the batch (-1: none has), and how many rows are before and behind
+    each example in it; of what is no dropout also the bits of precision of the floats that it draws, 0 of whole numbers."""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """What the model was given besides tensors, by name: numbers, strings, None."""
+    no_eval: str | None = None
+    """Why a program for training can't compute what the model computes in evaluation."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """How tokens are chosen where a call does not say."""
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
+    """Of a model that transformers loads: where it is from, and the ``path`` at which the program wraps it."""
+    adapters: tuple[Adapter, ...] = ()
+    """Low-rank adapters that the model has."""
+    unsplittable: str | None = None
+    """Why the loss of a program for training is no sum over examples."""
+    coupled: str | None = None
+    """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
+    parameters: tuple[str, ...] = kept((), packed=True)
+    """Of a program for training: the names that ``named_parameters()`` of the model gives, in its order."""
+
+
+def packed_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``plan.json`` in which names of equal layers stand once, without usual values; what reads a plan takes both."""
+    interface = packed_fields(Interface, record["interface"])
+    return {**without_usual(record), "parameters": packed(record["parameters"]), "interface": interface}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Decisions, Interface):
     """Everything that the runtime needs to know about an emitted folder: the decisions of its plan, and the program's interface."""
 
     folder: Path
@@ -114,48 +163,28 @@ class Manifest(Decisions):
     mesh: Mapping[str, int]
     microbatches: int
     actions: Mapping[int, tuple[str | None, ...]] | None
-    stages: tuple[StageInterface, ...]
-    inputs: tuple[InputInterface, ...]
-    count_names: tuple[str, ...]
-    count_inputs: tuple[str, ...]
-    outputs: tuple[OutputInterface, ...]
-    ties: tuple[tuple[str, ...], ...]
     types: Mapping[str, Mapping[str, Type]]
     """The types in which parameters are stored, as the plan lists them, under every name of a tie; ``stored`` adds those that it
     leaves out."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Whole shapes of the tensors that some axis shards, under every name of a tie."""
-    steady: tuple[str, ...] = ()
-    """Buffers that every microbatch writes alike, so that a step writes them once."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
-    streams: tuple[tuple[int, ...], ...] = ()
-    """Of each dropout, in execution order, the dim that has the batch, and how many rows are before and behind each example in it."""
-    owners: Mapping[str, int] = field(default_factory=dict)
-    """At level 1, which of the ranks that share state updates a parameter, under every name of a tie; empty where each updates a slice of
-    all."""
-    gather_dtype: torch.dtype | None = None
-    """The dtype in which the stages read all parameters; None: in several."""
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtype in which stages read a parameter that is stored in another and not in shards."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
-    no_eval: str | None = None
-    """Why a program for training can't compute what the model computes in evaluation."""
-    coupled: str | None = None
-    """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
-    unsplittable: str | None = None
-    """Why the loss of a program for training is no sum over examples."""
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    """What the model was given besides tensors, by name: numbers, strings, None."""
-    parameters: tuple[str, ...] = ()
-    """Of a program for training: the names that ``named_parameters()`` of the model gives, in its order."""
-    adapters: tuple[Adapter, ...] = ()
-    """Low-rank adapters that the model has."""
-    wrapped: str = ""
-    """What names of transformers' model begin with in the program's, where that wraps it."""
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """How tokens are chosen where a call does not say."""
+
+    @property
+    def count_names(self) -> tuple[str, ...]:
+        """What the loss divides by."""
+        return self.counts.names
+
+    @property
+    def count_inputs(self) -> tuple[str, ...]:
+        """The inputs from which that is computed."""
+        return self.counts.inputs
+
+    @property
+    def wrapped(self) -> str:
+        """What names of transformers' model begin with in the program's, where that wraps it."""
+        return f"{inner}." if (inner := self.pretrained.get("path")) else ""
 
     @property
     def world_size(self) -> int:
@@ -240,110 +269,43 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise RuntimeProgramError(f"{folder} is not an emitted folder: it has no plan.json")
     plan = Record(read_object(path), str(path))
     record = PlanRecord.read(plan)
-    interface = plan.record("interface")
-    counts = interface.record("counts")
-    ties = interface.lists("ties", str) if interface.has("ties") else ()
-    shapes = unpacked(interface.listings("shapes", int)) if interface.has("shapes") else {}
+    interface = read(Interface, plan.record("interface"))
+    sharding = plan.record("sharding") if plan.has("sharding") else Record({}, str(path))
+    if len(record.stages) != len(interface.stages):
+        raise RuntimeProgramError(
+            f"{path}: {len(record.stages)} stages are placed, but {len(interface.stages)} have an interface"
+        )
+    given = {each.name: getattr(interface, each.name) for each in fields(interface)} | {
+        "stages": tuple(
+            replace(stage, index=at.index, rank=at.rank, modules=at.modules)
+            for at, stage in zip(record.stages, interface.stages)
+        ),
+        "shapes": under_every_name(interface.shapes, interface.ties),
+        "owners": under_every_name(interface.owners, interface.ties),
+    }
     manifest = Manifest(
         folder=Path(folder).resolve(),
         mode=record.mode,
         mesh=record.mesh.degrees(),
         microbatches=record.microbatches,
         actions=None if record.actions is None else dict(enumerate(record.actions)),
-        stages=_stages(record.stages, interface.records("stages")),
-        inputs=tuple(_input(record) for record in interface.records("inputs")),
-        count_names=counts.strings("names"),
-        count_inputs=counts.strings("inputs"),
-        outputs=tuple(_output(record) for record in interface.records("outputs")),
-        ties=ties,
-        types=_under_every_name(record.parameters, ties),
-        shapes=_under_every_name(shapes, ties),
-        streams=interface.lists("streams", int) if interface.has("streams") else (),
-        gather_dtype=_dtype(interface, "gather_dtype"),
-        casts=_dtypes(interface, "casts"),
-        owners=_under_every_name(unpacked(interface.values("owners", int)) if interface.has("owners") else {}, ties),
-        steady=tuple(interface.optional("steady", list, [])),
-        placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
-        model_file=plan.optional("model_file", (str, type(None)), None),
-        no_eval=interface.optional("no_eval", (str, type(None)), None),
-        coupled=interface.optional("coupled", (str, type(None)), None),
-        unsplittable=interface.optional("unsplittable", (str, type(None)), None),
-        plain=interface.optional("plain", dict, {}),
-        parameters=unpacked_names(interface.items("parameters", (str, dict))) if interface.has("parameters") else (),
-        adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
-        generation=interface.optional("generation", dict, {}),
-        wrapped=f"{inner}." if (inner := interface.optional("pretrained", dict, {}).get("path")) else "",
+        types=under_every_name(record.parameters, interface.ties),
+        placed=tuple(degrees_of(sharding, "axes")) if sharding.has("axes") else (),
+        model_file=plan.optional("model_file", (str, NoneType), None),
+        **given,
         **record.decisions,
     )
     _check(manifest, str(path))
     return manifest
 
 
-def _dtype(record: Record, field: str) -> torch.dtype | None:
-    name = record.optional(field, (str, type(None)), None)
-    if name is not None and name not in DTYPES:
-        raise RuntimeProgramError(f"{record.where}: {field} is {name!r}, not one of {', '.join(DTYPES)}")
-    return None if name is None else DTYPES[name]
-
-
-def _dtypes(record: Record, field: str) -> dict[str, torch.dtype]:
-    names = unpacked(record.values(field, str)) if record.has(field) else {}
-    if strange := sorted(set(names.values()) - set(DTYPES)):
-        raise RuntimeProgramError(f"{record.where}: {field} has {strange[0]!r}, not one of {', '.join(DTYPES)}")
-    return {name: DTYPES[dtype] for name, dtype in names.items()}
-
-
-def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:
-    """``values``, and for a name that it lacks the value of another name of its tie."""
+def under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:
+    """Return ``values``, and for a name that has none that of another name of its tie."""
     found = dict(values)
     for group in ties:
         given = [values[name] for name in group if name in values]
         found.update({name: given[0] for name in group if given and name not in found})
     return found
-
-
-def _stages(placements: Sequence[StageRecord], interfaces: list[Record]) -> tuple[StageInterface, ...]:
-    if len(placements) != len(interfaces):
-        raise RuntimeProgramError(
-            f"{interfaces[0].where if interfaces else 'plan.json'}: {len(placements)} stages are placed, "
-            f"but {len(interfaces)} have an interface"
-        )
-    return tuple(
-        StageInterface(
-            index=placement.index,
-            rank=placement.rank,
-            modules=placement.modules,
-            class_name=interface.get("class", str),
-            file=interface.get("file", str),
-            inputs=interface.strings("inputs"),
-            counts=interface.strings("counts"),
-            receives=tuple(_tensor(record) for record in interface.records("receives")),
-            sends=tuple(_tensor(record) for record in interface.records("sends")),
-            recomputes=interface.optional("recomputes", bool, False),
-        )
-        for placement, interface in zip(placements, interfaces)
-    )
-
-
-def _tensor(record: Record) -> TensorInterface:
-    name, shape, dtype = _described(record)
-    types = types_of({name: record.optional("types", dict, {})}, record.where)[name]
-    per_position = record.items("per_position", int) if record.has("per_position") else ()
-    return TensorInterface(name, shape, dtype, record.get("requires_grad", bool), types, per_position)
-
-
-def _input(record: Record) -> InputInterface:
-    batch_dim, role = record.optional("batch_dim", int, None), record.get("role", str)
-    known = (record.optional(name, int, None) for name in ("below", "classes", "ignored"))
-    return InputInterface(*_described(record), batch_dim, role, *known)
-
-
-def _output(record: Record) -> OutputInterface:
-    return OutputInterface(*_described(record), record.optional("batch_dim", int, None))
-
-
-def _described(record: Record) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return record.get("name", str), record.shape(), record.dtype()
 
 
 def _check(plan: Manifest, where: str) -> None:
@@ -367,8 +329,8 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
-    asked: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
-    kinds = {str(kind) for kind in asked}
+    requested: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
+    kinds = {str(kind) for kind in requested}
     recomputing = [stage.index for stage in plan.stages if stage.recomputes]
     if recomputing and kinds == {"none"}:
         broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")
@@ -376,9 +338,7 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"recompute is {plan.recompute!r}, but no stage recomputes")
     strange = next(((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.shards), None)
     if strange is not None:
-        broken.append(
-            f"{strange[0]!r} is updated by rank {strange[1]} of those that share state, of which there are {plan.shards}"
-        )
+        broken.append(f"{strange[0]!r} is updated by rank {strange[1]} of the {plan.shards} that share state")
     if plan.fully_sharded and plan.pp > 1 and plan.actions is None:
         broken.append("state is sharded under a pipeline, but no actions say when it is reduced")
     if used - known:
@@ -416,7 +376,7 @@ def _broken_types(plan: Manifest) -> list[str]:
         if P in listed.values():
             broken.append(f"{name!r} is stored as a pending sum (P)")
         if any(isinstance(kind, Shard) for kind in spec.values()) and name not in plan.shapes:
-            broken.append(f"{name!r} is sharded, but interface.shapes does not have its whole shape")
+            broken.append(f"{name!r} is sharded, but interface.shapes does not have its full shape")
     for group in plan.ties:
         specs = {str(plan.spec(name)) for name in group}
         if len(specs) > 1:

@@ -134,7 +134,7 @@ class Mesh:
         """
         if degrees is not None and not isinstance(degrees, Mapping):
             raise GraphparError(f"mesh is {degrees!r}; it must be degrees of axes, such as {{'pp': 2}} or 'pp=2'.")
-        given, asked = dict(degrees or {}), dict(degrees or {})
+        given, requested = dict(degrees or {}), dict(degrees or {})
         for axis in given:
             if axis not in AXES:
                 usual = _USUAL_NAMES.get(str(axis).lower())
@@ -158,8 +158,8 @@ class Mesh:
             raise GraphparError(f"{devices} devices: at least 1 is needed.")
         product = math.prod(given.values())
         if devices % product:
-            product = math.prod(value for value in asked.values() if value > 0)
-            shown = ", ".join(f"{axis}={degree}" for axis, degree in asked.items() if degree > 0)
+            product = math.prod(value for value in requested.values() if value > 0)
+            shown = ", ".join(f"{axis}={degree}" for axis, degree in requested.items() if degree > 0)
             raise GraphparError(
                 f"{devices} devices don't divide by the mesh's {shown}; take a multiple of {product} devices, or other degrees."
             )

@@ -1,4 +1,4 @@
-"""Kinds of values that options of a plan have: how each is read from the command line, checked, and kept in JSON."""
+"""What a program is for, and the kinds of values that options have: how each is read from the command line, checked, and kept in JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpar.runtime.errors import GraphparError, near_match
+from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
 
 Recompute = str | Mapping[str, str]
 """What blocks run again in the backward: one kind for all, or kinds by pattern over their paths."""
@@ -209,7 +210,7 @@ def _read_edges(text: str) -> tuple[int, int]:
     try:
         return int(first), int(last if comma else first)
     except ValueError:
-        raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
+        raise GraphparError(f"--edge-layers takes two whole numbers such as 1,2; got {text!r}.") from None
 
 
 def _read_split(text: str) -> list[str | dict[str, str]]:
@@ -233,6 +234,8 @@ COUNT = Kind(whole_number, (int,), _parsed_number)
 FLAG = Kind(_checked_flag, (bool,), flag="on")
 EITHER = Kind(_checked_flag, (bool,), flag="either")
 TEXT = Kind(_any)
+SCHEDULE = Kind(_any, parse=canonical_name, choices=tuple(SCHEDULES))
+"""A schedule, in any spelling on the command line."""
 FILE = Kind(_any, read=Path)
 """On the command line a path, in Python the content or a ``Path``."""
 LEVEL = Kind(lambda name, value: one_of(range(4), name, value), (int,), int, choices=tuple(range(4)))
@@ -244,3 +247,11 @@ SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
 SPLIT = Kind(_any, read=_read_split)
 EDGES = Kind(_checked_edges, (list,), read=_read_edges)
 STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
+
+
+TRAIN, INFER, GENERATE = MODES = ("train", "infer", "generate")
+"""Steps of training, a forward of whole inputs, or tokens one after the other."""
+SCRIPTS = {TRAIN: "train.py", INFER: "train.py", GENERATE: "generate.py"}
+"""The script in an emitted folder that torchrun starts, by mode."""
+STEPS = {TRAIN: "a step", INFER: "a batch", GENERATE: "a token"}
+"""What a predicted time is of, by mode; with several groups of sequences in flight, a token of each."""

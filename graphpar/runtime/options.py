@@ -35,6 +35,7 @@ from graphpar.runtime.option_kinds import (
     RECOMPUTED,
     RESHARD,
     RESHARDED,
+    SCHEDULE,
     SECONDS,
     SHOWN,
     SPLIT,
@@ -151,19 +152,19 @@ def _legal_reshard(reshard: str | int, given: Decisions, mesh: Mesh, mode: str) 
         return
     if mesh.shards == 1 or level < 2:
         raise GraphparError(
-            f"reshard={reshard} requires sharded parameters; with {mesh.state_text} and zero={level} they are whole on every rank. Give "
+            f"reshard={reshard} requires sharded parameters; with {mesh.state_text} and zero={level} they are not sharded. Give "
             "mesh dp_shard=2 or more, or cp=2, and zero=3."
         )
     if level < 3 and reshard != "never":
         raise GraphparError(
-            f"reshard={reshard} requires zero=3: zero={level} keeps gathered parameters for the whole step."
+            f"reshard={reshard} requires zero=3: zero={level} keeps gathered parameters for the full step."
         )
     others = [f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1 and axis not in STATE_AXES]
     if not isinstance(reshard, int):
         return
     if others:  # each unit would make its groups on the ranks of one shard group alone, and hang
         raise GraphparError(
-            f"reshard={reshard} with {', '.join(others)} beside {mesh.state_text} comes in a later version; use reshard=always."
+            f"reshard={reshard} with {', '.join(others)} and {mesh.state_text} is not supported yet; use reshard=always."
         )
     if not 1 < reshard < mesh.shards or mesh.shards % reshard:
         between = [str(number) for number in range(2, mesh.shards) if mesh.shards % number == 0]
@@ -267,11 +268,11 @@ class Decisions:
 
     # fmt: off
     schedule: str | Any = option(
-        TEXT, "1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble and others", group="pins", metavar="NAME", usual="GPipe",
+        SCHEDULE, "1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble and others", group="pins", metavar="NAME", usual="GPipe",
     )
     global_batch: int | Any = option(
         COUNT, "global batch (default: that of the example inputs)", group="workload", flag="--batch", metavar="B", usual=1,
-        about="rows of the whole batch; by default that of the example inputs.", legal=_legal_global_batch,
+        about="rows of the global batch; by default those of the example inputs.", legal=_legal_global_batch,
     )
     microbatch_size: int | Any = option(
         COUNT, "rows of a microbatch", group="pins", metavar="M", usual=1, legal=_legal_microbatch_size,
@@ -281,14 +282,14 @@ class Decisions:
         about="accept operators that mix examples (BatchNorm takes each microbatch's statistics).", beside_plan=True,
     )
     dp_mean: bool | Any = option(
-        FLAG, "the loss is the mean of the replicas' own, as DDP has it, not the global batch's", group="pins", usual=False,
-        about="the loss is the mean of the replicas' own losses, each with its own denominators, as DDP has it; by default it is that "
+        FLAG, "the loss is the mean of the replicas' own losses, as in DDP, not that of the global batch", group="pins", usual=False,
+        about="the loss is the mean of the replicas' own losses, each with its own denominators, as in DDP; by default it is that "
         "of the global batch.", legal=_legal_dp_mean, over=("dp_replicate",),
     )
     dropout: str | Any = option(
-        choice(*DROPOUTS), "masks of attention: those of the unpartitioned model (exact, the default), or of torch's fused kernel (kernel)",
+        choice(*DROPOUTS), "attention masks: those of the unpartitioned model (exact, the default), or of torch's fused kernel (kernel)",
         group="pins", usual=DROPOUTS[0], about='how attention draws its dropout: ``"exact"``, the masks of the unpartitioned model on any '
-        'mesh, written out without a fused kernel; or ``"kernel"``, torch\'s own kernel and generator: faster and without the scores in '
+        'mesh, computed without a fused kernel; or ``"kernel"``, torch\'s own kernel and generator: faster and without the scores in '
         "memory, but other random draws on each mesh. Dropout outside of attention is exact in any case.", legal=_legal_dropout,
     )
     zero: int | Any = option(
@@ -298,8 +299,8 @@ class Decisions:
         "for the backward.", legal=_legal_zero, over=("dp_shard",),
     )
     zero1_by: str | Any = option(
-        choice(*ZERO1_BY), "how ZeRO-1 divides it: whole parameters in runs (default) or the largest first, or equal slices",
-        group="pins", about='how ZeRO-1 divides the optimizer\'s work: whole parameters in contiguous runs '
+        choice(*ZERO1_BY), "how ZeRO-1 divides it: full parameters in runs (default) or the largest first, or equal slices",
+        group="pins", about='how ZeRO-1 divides the optimizer\'s work: full parameters in contiguous runs '
         '(``"contiguous"``), or the largest first (``"longest"``), or equal slices (``"flat"``).',
         legal=_legal_zero1_by, over=("dp_shard",),
     )
@@ -307,11 +308,11 @@ class Decisions:
         RESHARDED, "when gathered parameters are freed: default, always, never, or N: after a forward, down to shards over N ranks",
         group="pins", metavar="WHEN", usual=RESHARD[0], about='when gathered parameters are freed: ``"default"`` (after each forward and '
         'backward; under a pipeline once a step), ``"always"``, ``"never"`` between forward and backward, or a number: after a forward '
-        "down to shards over so many ranks.", legal=_legal_reshard, over=("dp_shard",),
+        "down to shards over this number of ranks.", legal=_legal_reshard, over=("dp_shard",),
     )
     prefetch: str | None = option(
         choice(*PREFETCH), "when ZeRO-3 gathers a block for its backward: before the backward of the block before it (default), after it, "
-        "or at need", group="pins", about="when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit "
+        "or when needed", group="pins", about="when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit "
         'before it computes (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).',
         legal=_legal_prefetch, over=("dp_shard",),
     )
@@ -321,39 +322,39 @@ class Decisions:
     )
     recompute: Recompute | Any = option(
         RECOMPUTED, "what blocks run again in the backward: none, gathers, selective, full, budget:0.6, auto, or by pattern: "
-        "'layers.*=full,layers.0=none' (default: searched with the mesh; none where the whole mesh is given and no cluster)",
-        group="pins", metavar="KIND", usual="none", about='what blocks run again in the backward instead of keeping it: ``"none"``, '
-        '``"full"`` (all but their inputs), ``"gathers"`` (what all-gathers bring, gathered again from the shards), ``"selective"`` (what '
-        'is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest for its bytes, until a '
-        "block keeps this share of them); or one of these by pattern over the paths of blocks, the last that matches: "
-        '``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices\' memory, for each block where the '
-        "mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.",
+        "'layers.*=full,layers.0=none' (default: searched with the mesh; none with a complete mesh and no cluster)",
+        group="pins", metavar="KIND", usual="none", about='what blocks run again in the backward instead of saving it: ``"none"``, '
+        '``"full"`` (all but their inputs), ``"gathers"`` (all-gathered tensors, gathered again from their shards), ``"selective"`` (cheap '
+        'operators: not collectives, attention, and every second product), or ``"budget:0.6"`` (the cheapest operators for their bytes, '
+        "until a block saves this share of them); or one of these by pattern over the paths of blocks, the last that matches: "
+        '``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices\' memory, for each block if the '
+        "mesh is searched; then it is also the default, unless the model itself uses ``torch.utils.checkpoint``.",
     )
     overlap_tp: bool | Any = option(
-        EITHER, "send what tp gathers and scatters in pieces, while other pieces are multiplied, where the sequence is sharded between "
-        "(default: where the prices of a cluster say that it is faster)", group="pins", usual=False, about="gathers before products and "
-        "reduce-scatters after them, where tp shards the sequence between, are done in pieces: one is multiplied while the next is sent. "
-        "By default where the prices of a cluster say that it is faster; a CPU hides nothing.", legal=_legal_overlap_tp, over=("tp",),
+        EITHER, "send tp gathers and scatters in pieces, overlapped with products, if the sequence is sharded between them (default: if "
+        "it is predicted to be faster on a cluster)", group="pins", usual=False, about="gathers before products and "
+        "reduce-scatters after them, if tp shards the sequence between them, are done in pieces: one is multiplied while the next is sent. "
+        "By default if it is predicted to be faster on a cluster; a CPU hides nothing.", legal=_legal_overlap_tp, over=("tp",),
     )
     offload: tuple[str, ...] | Any = option(
-        OFFLOADED, "what lives in the memory of the host: optimizer (its state), activations (what blocks keep), or optimizer,activations",
-        group="pins", metavar="WHAT", usual=(), about='what lives in the memory of each device\'s host: ``"optimizer"`` (its state, which '
-        'comes to the device a piece at a time to be updated), ``"activations"`` (what blocks keep between forward and backward), or both, '
-        'as ``"optimizer,activations"`` or a list. Nothing where the device is a CPU.', legal=_legal_offload,
+        OFFLOADED, "what is stored in host memory: optimizer (its state), activations (of blocks), or optimizer,activations",
+        group="pins", metavar="WHAT", usual=(), about='what is stored in the memory of each device\'s host: ``"optimizer"`` (its state, '
+        'which comes to the device a piece at a time to be updated), ``"activations"`` (what blocks save between forward and backward), or '
+        'both, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload,
     )
     compile: bool | Any = option(
         FLAG, "take a plan whose blocks torch.compile can compile, priced with fused operators; with --run, compile them",
-        group="output", usual=False, about="leave out what blocks can't do that ``torch.compile`` compiles: schedules that split backwards "
-        "in two, and recomputation of a part of their results. Prices are those of fused operators; memory is counted as without.",
+        group="output", usual=False, about="leave out what compiled blocks don't support: schedules that split backwards, and "
+        "recomputation of a part of their results. Prices are those of fused operators; memory is counted as without.",
         beside_plan=True,
     )
     dtype: str | Any = option(
         choice(*DTYPE_NAMES), "dtype in which the model computes; its parameters stay in fp32 (default: on GPUs bf16 for training, else "
-        "that of the model)", group="workload", usual="fp32", about="that of ``export``, to be checked.",
+        "that of the model)", group="workload", usual="fp32", about="must equal that of ``export``.",
     )
     param_dtype: str | Any = option(
-        choice(*DTYPE_NAMES), "dtype in which parameters are stored and stepped", group="workload", usual="fp32",
-        about="that of ``export``, to be checked.",
+        choice(*DTYPE_NAMES), "dtype in which parameters are stored and updated", group="workload", usual="fp32",
+        about="must equal that of ``export``.",
     )
     reduce_dtype: str | None = option(
         choice(*DTYPE_NAMES), "dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp", group="workload",
@@ -373,7 +374,7 @@ class Request(Decisions):
         group="devices", metavar="NAME|FILE", about='the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or '
         "how many devices of this machine's kind. The axes that ``mesh`` leaves out are searched (cp where rows are fewer than devices "
         "or nothing fits otherwise, dp_expert and ep where there are experts), and so are the ZeRO level, the schedule, the microbatch "
-        "size and what is recomputed: the fastest plan that fits is taken.",
+        "size and the recomputation: the fastest plan that fits is taken.",
     )})
     devices: int | None = option(
         COUNT, "how many devices (default: 1)", group="devices", metavar="N", about="how many devices, as a keyword.",
@@ -381,7 +382,7 @@ class Request(Decisions):
     mesh: Any = option(
         TEXT, "degrees of mesh axes; alone, they give the device count", group="pins", metavar="pp=2,tp=2",
         about='degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and the '
-        "schedule and the microbatches are the usual ones.",
+        "schedule and the microbatches have defaults.",
     )
     table: Any = option(
         FILE, "a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1", group="pins", flag="--schedule-table", metavar="FILE.csv",
@@ -408,8 +409,8 @@ class Request(Decisions):
         ":class:`~pathlib.Path` of a file.",
     )
     top: int | Any = option(
-        ANY_COUNT, f"plans not taken to show, and why (default: {SHOWN})", group="output", metavar="K", beside_plan=True,
-        about="how many of the plans that were not taken are kept in ``plan.found``.",
+        ANY_COUNT, f"number of other plans to show, and why they lost (default: {SHOWN})", group="output", metavar="K", beside_plan=True,
+        about="how many of the other plans ``plan.found`` holds.",
     )
     time_limit: float | None = option(
         SECONDS, "after S seconds of search take the best plan so far; the report says how far from the best it may be", group="output",

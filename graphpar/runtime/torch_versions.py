@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -236,6 +237,7 @@ def least_multiples() -> Iterator[None]:
     shapes: Any = ShapeEnv
     evaluated = shapes._maybe_evaluate_static
 
+    @functools.wraps(evaluated)  # whose memory torch clears
     def simplified(self: Any, expr: Any, *args: Any, **options: Any) -> Any:
         return evaluated(self, expr.replace(Min, least) if hasattr(expr, "free_symbols") else expr, *args, **options)
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.errors import GraphparError
-from graphpar.schedules.table import COMPUTATIONS, STATE, Action, ActionTable, Pair
+from graphpar.schedules.action_table import COMPUTATIONS, STATE, Action, ActionTable, Pair
 
 # What an action sends to other stages: an activation ("F") or the gradient of its stage's input ("B", from B or I).
 _Result: TypeAlias = tuple[int, Literal["F", "B"], int]

@@ -1,133 +1,30 @@
-"""Pipeline schedules by name: when each is legal, on which ranks its stages are, and what every rank runs.
+"""What a pipeline schedule does with given numbers: whether they are legal, the ranks of its stages, and what every rank runs.
 
 ::
 
-    name ──canonical_name──► Schedule ──check_legal──► (pp, stages a rank, microbatches)
-                                │                                    │
-                                └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
+    Schedule ──check_legal──► (pp, stages a rank, microbatches)
+       │                                    │
+       └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
 The tables come from torch's own schedule classes, so the checked and drawn schedule is the one that runs; those that torch lacks
-(:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables are in :mod:`graphpar.schedules.table`, what
+(:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables are in :mod:`graphpar.schedules.action_table`, what
 they cost in :mod:`graphpar.schedules.simulation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import GraphparError
+from graphpar.runtime.schedule_records import SCHEDULES, Schedule, canonical_name, get_schedule
+from graphpar.schedules.action_table import KINDS, Action, ActionTable, Cell, Pair, make_table, with_state_actions
 from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.table import KINDS, Action, ActionTable, Cell, Pair, make_table, with_state_actions
 from graphpar.schedules.zero_bubble import handcrafted
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchRule:
-    """A rule for microbatch counts, from (pp, stages, microbatches), with its reason."""
-
-    accepts: Callable[[int, int, int], bool]
-    reason: Callable[[int, int, int], str]
-
-
-def _rounds(pp: int, microbatches: int) -> int:
-    return max(1, microbatches // pp)
-
-
-ANY_COUNT = MicrobatchRule(lambda pp, stages, microbatches: True, lambda pp, stages, microbatches: "")
-AS_MANY_AS_STAGES = MicrobatchRule(
-    lambda pp, stages, microbatches: microbatches >= stages,
-    lambda pp, stages, microbatches: (
-        f"needs at least as many microbatches as stages, to fill the pipeline: {microbatches} microbatches "
-        f"for {stages} stages ({pp} ranks with {stages // pp} each)"
-    ),
-)
-WHOLE_ROUNDS = MicrobatchRule(
-    lambda pp, stages, microbatches: microbatches % _rounds(pp, microbatches) == 0,
-    lambda pp, stages, microbatches: (
-        f"runs in equal rounds, microbatches // ranks of them: {microbatches} microbatches on {pp} ranks are "
-        f"{_rounds(pp, microbatches)} rounds, and {microbatches} isn't a multiple of {_rounds(pp, microbatches)}"
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One schedule. ``name`` is also what torch's ``get_schedule_class`` takes, where torch has the schedule.
-
-    A schedule without a class in torch runs as a table, which the plan stores.
-
-    ``placement``: ``loop`` gives rank r the stages r, r + pp, ...; ``v`` gives it r and 2 pp - 1 - r.
-    ``splits_backward``: whether some backwards run as input part and weight part.
-    """
-
-    name: str
-    torch_class: str | None
-    placement: Literal["loop", "v"]
-    min_stages: int  # a rank
-    max_stages: int | None  # a rank; None is no limit
-    default_stages: int  # a rank
-    splits_backward: bool
-    microbatches: MicrobatchRule
-    aliases: tuple[str, ...] = ()
-    lead: int | None = None  # for our own tables: how many forwards a rank runs ahead of the next
-
-
-# fmt: off
-_ROWS = (
-    # name, torch's class, placement, stages a rank: least, most, default; split backward; microbatches; aliases; lead
-    Schedule("GPipe", "ScheduleGPipe", "loop", 1, 1, 1, False, ANY_COUNT, ("filldrain",)),
-    Schedule("1F1B", "Schedule1F1B", "loop", 1, 1, 1, False, AS_MANY_AS_STAGES, ("pipedream",)),
-    Schedule("Interleaved1F1B", "ScheduleInterleaved1F1B", "loop", 2, None, 2, False, WHOLE_ROUNDS, ("interleaved",)),
-    Schedule("LoopedBFS", "ScheduleLoopedBFS", "loop", 2, None, 2, False, ANY_COUNT, ("bfs", "breadthfirst")),
-    Schedule("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", "loop", 2, None, 2, True, WHOLE_ROUNDS,
-             ("interleavedzb", "izb")),
-    Schedule("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", 2, 2, 2, True, ANY_COUNT, ("zbv",)),
-    Schedule("DualPipeV", "ScheduleDualPipeV", "v", 2, 2, 2, True, AS_MANY_AS_STAGES, ("dpv",)),
-    Schedule("ZB-H1", None, "loop", 1, 1, 1, True, ANY_COUNT, (), 1),
-    Schedule("ZB-H2", None, "loop", 1, 1, 1, True, ANY_COUNT, (), 2),
-)
-# fmt: on
-
-SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
-
-
-def _fold(name: str) -> str:
-    return "".join(character for character in name.lower() if character not in "-_ ")
-
-
-_SPELLINGS: dict[str, str] = {
-    _fold(spelling): row.name for row in _ROWS for spelling in (row.name, row.torch_class or row.name, *row.aliases)
-}
-
-
-def canonical_name(name: str) -> str:
-    """Return the name as in :data:`SCHEDULES`, from any case, with or without ``-``, ``_`` and spaces, or an alias."""
-    if name in SCHEDULES:
-        return name
-    folded = _fold(name)
-    if folded in _SPELLINGS:
-        return _SPELLINGS[folded]
-    closest = near_match(folded, [spelling for row in _ROWS for spelling in (_fold(row.name), *row.aliases)])
-    for known in SCHEDULES:  # as it is written, not folded
-        closest = closest.replace(repr(_fold(known)), repr(known))
-    listing = ", ".join(SCHEDULES)
-    raise GraphparError(f"There is no schedule {name!r}; the schedules are {listing}.{closest}")
-
-
-def get_schedule(name: str) -> Schedule:
-    """Find a schedule by any of its names.
-
-    Raises:
-        GraphparError: there is none; the message has the nearest name.
-    """
-    return SCHEDULES[canonical_name(name)]
 
 
 # -------------------------------------------------------------------------------------------- legality
@@ -206,7 +103,7 @@ def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
     nearest = row.min_stages if most is None else min(max(stages_per_rank, row.min_stages), most)
     others = [
         other.name
-        for other in _ROWS
+        for other in SCHEDULES.values()
         if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank) and other != row
     ]
     raise GraphparError(
@@ -264,7 +161,7 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
 def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int, gathers: bool | None = None) -> Order:
     """Return the order of :func:`action_table`, cached for callers that price one schedule many times.
 
-    With ``gathers`` it has the actions on sharded state, see :func:`~graphpar.schedules.table.with_state_actions`.
+    With ``gathers`` it has the actions on sharded state, see :func:`~graphpar.schedules.action_table.with_state_actions`.
     """
     check_legal(schedule, pp, stages_per_rank, microbatches)
     return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches, gathers)

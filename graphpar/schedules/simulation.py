@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.errors import GraphparError
+from graphpar.schedules.action_table import COMPUTATIONS, STATE, Action, ActionTable, Kind
 from graphpar.schedules.core_sharing import SharedCores, ends_on_shared_cores
 from graphpar.schedules.order import KIND_ORDER, Order, order_of
-from graphpar.schedules.table import COMPUTATIONS, STATE, Action, ActionTable, Kind
 
 Array: TypeAlias = NDArray[Any]
 
@@ -160,7 +160,7 @@ def simulate(
         for stage, (whole, part) in enumerate(zip(backward, weight)):
             if part > whole:
                 raise GraphparError(
-                    f"the weight cost of stage {stage}, {part}, is more than its whole backward, {whole}, "
+                    f"the weight cost of stage {stage}, {part}, is more than its full backward, {whole}, "
                     "which holds both the weight and the input part"
                 )
         input_backward = [whole - part for whole, part in zip(backward, weight)]

@@ -23,8 +23,8 @@ from itertools import product
 from typing import Literal
 
 from graphpar.errors import GraphparError
+from graphpar.schedules.action_table import Action, ActionTable, Cell, make_table
 from graphpar.schedules.simulation import Timeline, Transfers, in_flight, simulate
-from graphpar.schedules.table import Action, ActionTable, Cell, make_table
 
 
 def handcrafted(pp: int, microbatches: int, lead: int) -> ActionTable:

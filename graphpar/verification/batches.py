@@ -44,7 +44,7 @@ class Variation:
 VARIATIONS = (
     Variation(True, True, True, "each step has different rows and values, drawn from the example's"),
     Variation(True, True, False, "each step has different rows and values, drawn from the example's"),
-    Variation(True, False, False, "each step draws rows of the example again; the model takes no other values"),
+    Variation(True, False, False, "each step resamples rows of the example; the model takes no other values"),
     Variation(False, False, False, "all steps have the example's batch; the model takes no other"),
 )
 """In the order in which they are tried."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from graphpar.ir.plan import Plan
-from graphpar.runtime.kernel_dropout import KERNEL
+from graphpar.runtime.launching.worker import JobResult
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.modes import TRAIN
-from graphpar.runtime.worker import JobResult
+from graphpar.runtime.option_kinds import TRAIN
+from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.text import plural
 from graphpar.verification.gathered import GatheredTensors, same
 from graphpar.verification.reference import Accumulated, Reference
@@ -30,6 +30,8 @@ _FLOOR = 1e-3
 _PIECE = 1 << 22  # elements that are compared at a time, since float64 takes memory
 ACCUMULATED = "accumulated"
 """In place of a step's number: the step on the accumulated and clipped gradients of two batches."""
+EVALUATION = "evaluation"
+"""In place of a step's number: in evaluation, after the last step."""
 BEGUN = "begun"
 """In place of a step's number: before the first step."""
 
@@ -45,9 +47,11 @@ class Difference:
 
     def __str__(self) -> str:
         when = "after the last step" if self.step is None else f"step {self.step}"
-        when = {ACCUMULATED: "the accumulated and clipped step", BEGUN: "before the first step"}.get(
-            str(self.step), when
-        )
+        when = {
+            ACCUMULATED: "the accumulated and clipped step",
+            EVALUATION: "in evaluation",
+            BEGUN: "before the first step",
+        }.get(str(self.step), when)
         when = "after steps of the model file's own" if self.kind == "optimizer" else when
         return f"{self.kind}{f' of {self.name}' if self.name else ''}, {when} ({self.error:.1e})"
 
@@ -85,6 +89,7 @@ class Verification:
     data: str = ""
     notes: list[str] = field(default_factory=list)
     native: Verification | None = None  # in the program's own dtypes, where fp64 decided
+    gradient_errors: dict[str, float] = field(default_factory=dict)  # the largest of any step, by parameter
 
     @property
     def ok(self) -> bool:
@@ -163,8 +168,8 @@ def compare(
         outcome.problems += seed_problems(result.drawn, plan.mesh.degrees())
         outcome.notes.append(
             "attention dropout is drawn by torch's kernel, with masks of its own, so it was off on both sides while they were "
-            f"compared; the seeds of its {plural(sum(map(len, result.drawn)), 'draw')} were checked: others for other tensors, the "
-            "same on ranks that hold the same tensor. That the kernel drops as it should is not compared"
+            f"compared; the seeds of its {plural(sum(map(len, result.drawn)), 'draw')} were checked: different for different tensors, "
+            "equal on ranks that hold the same tensor. The kernel's own masks are not compared"
         )
     outcome.first_difference = comparison.first()
     return outcome
@@ -218,6 +223,11 @@ class _Comparison:
             self.gradients(step, gradients)
         if self.reference.accumulated is not None:
             self.accumulated(self.reference.accumulated, result)
+        if self.reference.evaluated is not None:
+            for loss in result.evaluated_losses:
+                self.number(EVALUATION, "loss", self.reference.evaluated, loss)
+            if not result.evaluated_losses:
+                self.outcome.problems.append("no batch was evaluated")
         self.parameters("parameter", "param", self.reference.parameters)
         self.parameters("optimizer", "stepped", self.reference.stepped)
         shared = {name: group for group in self.reference.ties for name in group}
@@ -235,7 +245,7 @@ class _Comparison:
     def parameters(self, kind: str, key: str, expected: Mapping[str, Tensor]) -> None:
         """Compare parameters after the last step; all copies of one, under every name and on every rank, must be equal bit for
         bit."""
-        largest = _largest(expected)
+        largest = largest_of(expected)
         ties = [group for group in self.reference.ties if group[0] in expected]
         tied = {name for group in ties for name in group}
         for group in [*ties, *((name,) for name in expected if name not in tied)]:
@@ -275,7 +285,7 @@ class _Comparison:
         self.gradients(ACCUMULATED, expected.gradients)
 
     def gradients(self, step: int | str, gradients: Mapping[str, Tensor]) -> None:
-        largest = _largest(gradients)
+        largest = largest_of(gradients)
         for name, expected in gradients.items():
             key = f"grad/{step}/{name}"
             self.whole(step, "gradient", key, name, expected, largest)
@@ -320,6 +330,8 @@ class _Comparison:
 
     def error(self, step: int | str | None, kind: str, name: str, error: float, row: Precision) -> None:
         outcome, allowed = self.outcome, row.allowed[kind]
+        if kind == "gradient":
+            outcome.gradient_errors[name] = max(error, outcome.gradient_errors.get(name, 0.0))
         if error > allowed:
             self.differences.append(Difference(step, kind, name, error))
         if kind not in outcome.worst or _share(error, allowed) > _share(
@@ -347,7 +359,8 @@ def _share(error: float, allowed: float) -> float:
     return error / allowed if allowed else math.inf if error else 0.0
 
 
-def _largest(tensors: Mapping[str, Tensor]) -> float:
+def largest_of(tensors: Mapping[str, Tensor]) -> float:
+    """Return the largest magnitude in any of them."""
     return max((float(value.abs().max()) for value in tensors.values() if value.numel()), default=0.0)
 
 

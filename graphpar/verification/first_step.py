@@ -16,9 +16,9 @@ from torch import Tensor
 from graphpar.codegen.saving import record
 from graphpar.errors import GraphparError
 from graphpar.parts import Parts
-from graphpar.runtime.check import BATCH, FIRST_STEP
-from graphpar.runtime.kernel_dropout import KERNEL
-from graphpar.runtime.weights import write_tensors
+from graphpar.runtime.checkpoints.weights import write_tensors
+from graphpar.runtime.stages.dropout import KERNEL
+from graphpar.runtime.training.loop import BATCH, FIRST_STEP
 from graphpar.verification.reference import SEED
 from graphpar.verification.tolerances import precision
 from graphpar.verification.verify import reference_for
@@ -50,7 +50,7 @@ def first_step(parts: Parts) -> FirstStep:
     """
     if parts.plan.dropout == KERNEL:
         raise GraphparError(
-            "--check-values stores what the model computes, and with --dropout kernel the program draws other masks of attention; leave "
+            "--check-values stores what the model computes, and with --dropout kernel the program draws different attention masks; leave "
             "one of them out."
         )
     reference = reference_for(parts, 1)

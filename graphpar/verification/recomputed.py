@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from graphpar.annotations.patterns import matching
-from graphpar.codegen.recomputation import FUNCTIONS, GATHERING, NAME
+from graphpar.codegen.units import GATHERING, RECOMPUTED_UNITS, RECOMPUTING
 from graphpar.passes.planning.recomputation import same_as
 from graphpar.runtime.manifest import Manifest, StageInterface
-from graphpar.runtime.stages import build_stage, stage_module
-from graphpar.text import listed
+from graphpar.runtime.stages.modules import build_stage, stage_module
+from graphpar.text import is_below, listed
 
 _CALLED = {
     "none": ("",),
@@ -41,7 +41,7 @@ def check_recomputed(program: Manifest, package: str) -> list[str]:
         try:
             found = _called(program, package, stage)
         except Exception as error:  # the stage's own check says what is wrong with its file
-            problems.append(f"stage {stage.index}, {stage.file}: {NAME} can't run: {error}")
+            problems.append(f"stage {stage.index}, {stage.file}: {RECOMPUTED_UNITS} can't run: {error}")
             continue
         blocks |= found
         files |= dict.fromkeys(found, f"stage {stage.index}, {stage.file}")
@@ -75,12 +75,12 @@ def _called(program: Manifest, package: str, stage: StageInterface) -> dict[str,
     """Return by which function each block of a stage is recomputed; an empty name: by none."""
     module = build_stage(package, stage, torch.device("meta"), program.mode == "train")
     paths = {each: path for path, each in module.named_modules() if type(each).__module__ == f"{package}.blocks"}
-    outer = [path for path in paths.values() if not any(path.startswith(f"{other}.") for other in paths.values())]
+    outer = [path for path in paths.values() if not any(is_below(path, other) for other in paths.values())]
     found = dict.fromkeys(outer, "")
     file = stage_module(package, stage)
-    if stage.recomputes and hasattr(file, NAME):
+    if stage.recomputes and hasattr(file, RECOMPUTED_UNITS):
         with _watched(file) as calls:
-            getattr(file, NAME)(module)
+            getattr(file, RECOMPUTED_UNITS)(module)
         found |= {paths[block]: name for block, name in calls if block in paths}
     return found
 
@@ -89,7 +89,7 @@ def _called(program: Manifest, package: str, stage: StageInterface) -> dict[str,
 def _watched(file: ModuleType) -> Iterator[list[tuple[nn.Module, str]]]:
     """Note which functions of recomputation ``file`` calls for which modules, instead of calling them."""
     calls: list[tuple[nn.Module, str]] = []
-    before = {name: getattr(file, name) for name in (*FUNCTIONS, *GATHERING) if hasattr(file, name)}
+    before = {name: getattr(file, name) for name in (*RECOMPUTING, *GATHERING) if hasattr(file, name)}
     for name in before:
         setattr(file, name, lambda block, *rest, name=name, **named: calls.append((block, name)))
     try:

@@ -13,7 +13,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.modelfile import import_file
 from graphpar.ir.plan import Plan
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.stages import emitted_package, empty_stage
+from graphpar.runtime.stages.modules import emitted_package, empty_stage
 from graphpar.verification.reference import Reference
 from graphpar.verification.tolerances import least_precise
 
@@ -55,7 +55,7 @@ class Recorded:
         for named in (self.state, *self.gradients):
             if (unknown := next((name for name in named if name not in held), None)) is not None:
                 raise GraphparError(
-                    f"The recorded run has a value for {unknown}, which the model has not.{near_match(unknown, held)}"
+                    f"The recorded run has a value for {unknown}, which the model lacks.{near_match(unknown, held)}"
                 )
         reference = Reference(
             losses=[float(loss) for loss in self.losses],

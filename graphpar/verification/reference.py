@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.outputs import named_outputs, own_loss
+from graphpar.frontend.signature import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource, is_plain
 from graphpar.ir.source import user_line
-from graphpar.runtime.fp64 import doubled, in_double
-from graphpar.runtime.kept_folder import KeptFolder
-from graphpar.runtime.kernel_dropout import KERNEL
-from graphpar.runtime.modes import GENERATE, TRAIN
-from graphpar.runtime.random_streams import sample_keys
-from graphpar.runtime.weights import WeightFile, write_tensors
+from graphpar.runtime.checkpoints.weights import WeightFile, write_tensors
+from graphpar.runtime.debugging.fp64 import doubled, in_double
+from graphpar.runtime.launching.launch import KeptFolder
+from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.policy import LARGEST_SCALE, Policy
 from graphpar.verification.substituted import Substituted, own_regions
@@ -81,6 +80,7 @@ class Reference:
     outputs: list[Mapping[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
     finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
+    evaluated: float | None = None  # the loss of the first batch in evaluation, with the parameters after the last step
     learning_rate: float = LEARNING_RATE
     momentum: float = MOMENTUM
     loss_scale: float | None = None  # for fp16: one that no gradient of these batches overflows with
@@ -139,6 +139,10 @@ class _Setting:
     forward: Callable[..., Any] | None = (
         None  # of the model and a batch by name, in place of the model's own call and loss
     )
+    evaluates: bool = False  # whether the program can
+    decided: list[list[bool]] | None = (
+        None  # where the program has one branch of each: what the conditions were in the first step
+    )
 
     @property
     def examples(self) -> list[tuple[Input, Tensor]]:
@@ -165,16 +169,23 @@ class _Setting:
         }
 
     @contextmanager
-    def as_planned(self, step: int, part: int = 0) -> Iterator[Substituted]:
-        """Run inside with the emitted program's dropout masks, and its BatchNorm statistics where microbatches have their own."""
+    def as_planned(self, step: int, part: int = 0, evaluates: bool = False) -> Iterator[Substituted]:
+        """Run inside with the emitted program's random numbers, and its BatchNorm statistics where microbatches have their own."""
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         rows = self.plan.global_batch // self.parts
         keys = sample_keys(SEED, step, self.plan.global_batch)[part * rows :][:rows] if random else None
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        substituted = Substituted(keys, self.layouts, pieces, self.plan.mesh.replicas, self.plan.dropout != KERNEL)
+        exact = self.plan.dropout != KERNEL
+        substituted = Substituted(
+            keys, self.layouts, pieces, self.plan.mesh.replicas, exact, step_key(SEED, step), evaluates
+        )
         with wide, own_regions(substituted), substituted:
             yield substituted
+        if self.decided is not None:
+            self.decided.append(substituted.decided)
+            if substituted.decided != self.decided[0]:
+                raise GraphparError(f"In step {step} the model takes another branch than for its example inputs.")
 
 
 def run_reference(
@@ -188,6 +199,8 @@ def run_reference(
     layouts: Sequence[Sequence[int]] = (),
     forward: Callable[..., Any] | None = None,
     stepping: Stepping | None = None,
+    evaluates: bool = False,
+    branches: bool = False,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
@@ -198,10 +211,23 @@ def run_reference(
         forward: called with the model and a batch by name, for the loss (or the outputs of inference), in place of the model and
             its loss function.
         stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
+        evaluates: compute a loss in evaluation, too.
+        branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
     setting = _Setting(
-        source, plan, tuple(inputs), steps, microbatched, leaves, spec, layouts, stepping=stepping, forward=forward
+        source,
+        plan,
+        tuple(inputs),
+        steps,
+        microbatched,
+        leaves,
+        spec,
+        layouts,
+        stepping=stepping,
+        forward=forward,
+        evaluates=evaluates,
+        decided=[] if branches else None,
     )
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]
@@ -215,7 +241,7 @@ def run_reference(
             continue
         if reference.finite or last:
             break
-    reference.data = _described(variation, batches, setting.inputs)
+    reference.data = _variation_text(variation, batches, setting.inputs)
     return reference
 
 
@@ -245,7 +271,7 @@ def _alone(setting: _Setting, batch: dict[str, Tensor]) -> GraphparError | None:
     return None
 
 
-def _described(variation: Variation, batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> str:
+def _variation_text(variation: Variation, batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> str:
     same = constant_inputs(batches, inputs) if variation.rows else []
     return variation.description + (f"; {', '.join(same)} can't be varied" if same else "")
 
@@ -290,6 +316,8 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     reference.parameters = reference.keep(reference.folder / "parameters.safetensors", named)
     buffers = _buffers(model)
     reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
+    if setting.evaluates:
+        reference.evaluated = sum(_evaluated(setting, policy, reference, part) for part in range(setting.parts))
     if setting.stepping is not None:
         with in_double() if double else nullcontext():
             _step_own(setting.stepping, policy, reference)
@@ -460,6 +488,20 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
         position = {identity: number for number, identity in enumerate(watched.used)}
         reference.order = {name: position[id(own)] for name, own in policy.own.items() if id(own) in position}
     return float(loss.detach())
+
+
+def _evaluated(setting: _Setting, policy: Policy, reference: Reference, part: int) -> float:
+    """Return the loss of a part of the first batch in evaluation."""
+    modes = {module: module.training for module in policy.model.modules()}
+    policy.begin()
+    policy.model.eval()
+    rows = setting.rows(reference.batches[0], part)
+    step = setting.steps + 1  # after so many batches, the accumulated one among them
+    with replace(setting, microbatched=False, decided=None).as_planned(step, part, evaluates=True), torch.no_grad():
+        loss = _loss(setting, policy, rows) if setting.forward is None else _given_loss(setting.forward, policy, rows)
+    for module, mode in modes.items():
+        module.training = mode
+    return float(loss / setting.parts if setting.parts > 1 else loss)
 
 
 def _loss(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from graphpar.runtime.axes import REPLICAS
-from graphpar.runtime.kernel_dropout import Drawn
 from graphpar.runtime.layout import coordinates
+from graphpar.runtime.stages.dropout import Drawn
 
 _SAME, _OTHER = 1e-5, 1e-3
 """Up to which difference two tensors are the same but for rounding, and from which they are others, over their norm."""
@@ -33,7 +33,7 @@ def _drawn_twice(drawn: Sequence[Sequence[Drawn]]) -> str | None:
             if call.elements != other.elements or _difference(call, other) > _OTHER:
                 return (
                     f"attention dropout: draw {other_number} of rank {other_rank} and draw {number} of rank {rank} have the same seed, but "
-                    "other queries, so they drop by the same mask"
+                    "different queries, so they drop by the same mask"
                 )
     return None
 
@@ -51,7 +51,7 @@ def _drawn_apart(drawn: Sequence[Sequence[Drawn]], mesh: Mapping[str, int]) -> s
             same = one.elements == other.elements and one.norm > 0.0 and _difference(one, other) < _SAME
             if same and one.seed != other.seed:
                 return (
-                    f"attention dropout: draw {number} has other seeds on ranks {first} and {rank}, which hold the same query, so they "
+                    f"attention dropout: draw {number} has different seeds on ranks {first} and {rank}, which hold the same query, so they "
                     "drop by different masks"
                 )
     return None

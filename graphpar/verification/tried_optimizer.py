@@ -8,10 +8,10 @@ from graphpar.errors import GraphparError
 from graphpar.parts import Parts
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.optimizer_scope import NeedsClosure, Scope, look
-from graphpar.runtime.optimizers import Described, build_optimizer, factory
-from graphpar.runtime.stages import emitted_package
-from graphpar.runtime.whole_parameters import dividing_axes
+from graphpar.runtime.stages.modules import emitted_package
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.state.optimizers import Described, build_optimizer, factory
+from graphpar.runtime.state.whole_parameters import dividing_axes
 from graphpar.text import bytes_text
 
 
@@ -49,7 +49,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
             build_optimizer(make, {}, model)
         except RuntimeProgramError as error:
             raise GraphparError(
-                f"{error}; on several ranks it is given parameters of which a rank has no values, so it can't read them: group by names or "
+                f"{error}; on several ranks it gets parameters without values, so it can't read them: group by names or "
                 "shapes, or use --mesh of dp_replicate alone."
             ) from None
     if found.scope is not Scope.ALL or not dividing:
@@ -62,8 +62,8 @@ def tried_optimizer(parts: Parts) -> list[str]:
     device = parts.compilation.cluster.device
     if needed > device.memory_bytes:
         raise GraphparError(
-            f"{what}, more than the {bytes_text(device.memory_bytes)} of a device; use one whose step looks at an element or "
-            "a parameter at a time, such as AdamW, LARS or Muon."
+            f"{what}, more than the {bytes_text(device.memory_bytes)} of a device; use one whose step reads an element or a "
+            "parameter at a time, such as AdamW, LARS or Muon."
         )
     return [
         f"{what[0].upper()}{what[1:]}, which the price leaves out. With --mesh of dp_replicate alone every rank has them anyway."

@@ -6,9 +6,9 @@
 ``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any shard). A program that it accepts has complete gradients
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Assumed: the functions of ``collectives.py``, ``gated.py``, ``ring_attention.py`` and ``rotary.py`` do what their docstrings say (tests
-compare them with whole tensors), which is tried of ``ring_products.py`` (:mod:`graphpar.verification.ring_proof`); the runtime
-reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
+Assumed: the functions of ``collectives.py`` and of composite operators do what they declare (tests compare them with whole tensors),
+which is tried of ``parallel_products.py`` (:mod:`graphpar.verification.products_proof`); the runtime reduces the gradients of R
+parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -40,43 +40,28 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+from graphpar.codegen.dead_code import library
 from graphpar.errors import GraphparError
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
+from graphpar.runtime.layout import local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
-from graphpar.runtime.modes import GENERATE
-from graphpar.runtime.schedules import check_actions
-from graphpar.runtime.stages import build_stage, emitted_package
+from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.stages.modules import build_stage, emitted_package
+from graphpar.runtime.stages.schedules import check_actions
 from graphpar.verification.products_proof import product_problems
 from graphpar.verification.recomputed import check_recomputed
-from graphpar.verification.typed_collectives import (
+from graphpar.verification.typed_functions import (
     Axes,
     Kinds,
     declare_collectives,
-    declare_gated,
-    declare_products,
-    declare_ring,
-    declare_rotary,
+    declare_composites,
     give,
+    kind_of,
     kinds_of,
     untyped,
 )
 
-_LIBRARY = tuple(
-    f"{name}.py"
-    for name in (
-        "collectives",
-        "gated",
-        "kv_cache",
-        "parallel_products",
-        "random_streams",
-        "ring_attention",
-        "ring_products",
-        "rotary",
-    )
-)
-"""Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
 
@@ -146,18 +131,13 @@ def check_folder(folder: str | Path) -> CheckResult:
         result.problems.append(str(error))
     with _fake_mesh(program) as axes:
         package = emitted_package(program)
-        if (program.folder / "collectives.py").is_file():
-            declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
-        if (program.folder / "ring_attention.py").is_file():
-            declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
-        for name, declare in (("rotary", declare_rotary), ("gated", declare_gated)):
-            if (program.folder / f"{name}.py").is_file():
-                declare(importlib.import_module(f"{package}.{name}"), axes)
-        for name in ("parallel_products", "ring_products"):
-            if (program.folder / f"{name}.py").is_file():
-                modules = [importlib.import_module(f"{package}.{each}") for each in (name, "collectives")]
-                result.problems += product_problems(modules[0], program.mesh["tp"])
-                declare_products(*modules)
+        files = [name for name in library() if (program.folder / f"{name}.py").is_file()]
+        collectives: Any = importlib.import_module(f"{package}.collectives") if "collectives" in files else None
+        if collectives is not None:
+            declare_collectives(collectives, axes)
+        for module in (importlib.import_module(f"{package}.{name}") for name in files if name != "collectives"):
+            result.problems += product_problems(module, program.mesh)
+            declare_composites(module, axes, collectives)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -305,7 +285,7 @@ class _Operators(TorchFunctionMode):
         for item in tree_leaves(value):
             if isinstance(item, Tensor) and not kinds_of(item, self.axes):
                 give(item, merged, self.axes)
-        self.result.unchecked[_name(func)] = reason
+        self.result.unchecked[_function_name(func)] = reason
         return value
 
 
@@ -323,7 +303,7 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: 
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _name(func: Any) -> str:
+def _function_name(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
 
 
@@ -405,7 +385,7 @@ class _Stage:
         return dict.fromkeys(self.axes, spmd.R)
 
     def _declared(self, spec: TensorInterface) -> Kinds:
-        return {axis: _kind(kind) for axis, kind in spec.types.items() if axis in self.axes}
+        return {axis: kind_of(kind) for axis, kind in spec.types.items() if axis in self.axes}
 
     def _type_parameters(self, module: nn.Module) -> None:
         tensors = dict(module.named_parameters(remove_duplicate=False))
@@ -416,7 +396,7 @@ class _Stage:
                 self._problem(f"{name} is {list(value.shape)}, which is not {spec} of {list(whole)}")
             with untyped():
                 value.detach().fill_(1)  # undefined until weights are loaded
-            give(value, {axis: _kind(kind) for axis, kind in spec.items()}, self.axes)
+            give(value, {axis: kind_of(kind) for axis, kind in spec.items()}, self.axes)
 
     def _value(self, spec: TensorInterface, kinds: Kinds, device: torch.device) -> Tensor:
         value = torch.ones(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
@@ -447,12 +427,12 @@ class _Stage:
                 if axis in REPLICAS:
                     own = kind is spmd.I and spec.batch_dim is not None  # a sum over replicas, in place of rows
                     fits = kind in (spmd.V, spmd.P) if train else not (own or kind is spmd.P)
-                    wanted = "a share of each replica" if train else "rows of each replica"
+                    expected = "a share of each replica" if train else "rows of each replica"
                 else:
                     fits = kind is spmd.I or (kind is spmd.R and not value.requires_grad)
-                    wanted = "whole (I)"
+                    expected = "whole (I)"
                 if not fits:
-                    self._problem(f"{file}it returns {spec.name} as {kind} on {axis}, but it must be {wanted}")
+                    self._problem(f"{file}it returns {spec.name} as {kind} on {axis}, but it must be {expected}")
         if train and self.result.ok:
             (loss,) = outputs
             for axis in REPLICAS:
@@ -466,11 +446,15 @@ class _Stage:
         for spec, value, found in zip(self.stage.sends, outputs, kinds):
             if tuple(value.shape) != spec.shape:
                 self._problem(f"{self.stage.file}: it sends {spec.name} as {list(value.shape)}, not {list(spec.shape)}")
-            for axis, wanted in self._declared(spec).items():
-                same = {found.get(axis), wanted} == {spmd.R, spmd.I} and not value.requires_grad
-                if found.get(axis) is not wanted and not same and not (wanted is spmd.P and found.get(axis) is spmd.V):
+            for axis, expected in self._declared(spec).items():
+                same = {found.get(axis), expected} == {spmd.R, spmd.I} and not value.requires_grad
+                if (
+                    found.get(axis) is not expected
+                    and not same
+                    and not (expected is spmd.P and found.get(axis) is spmd.V)
+                ):
                     self._problem(
-                        f"{self.stage.file}: it sends {spec.name} as {found.get(axis)} on {axis}, not {wanted}"
+                        f"{self.stage.file}: it sends {spec.name} as {found.get(axis)} on {axis}, not {expected}"
                     )
         return kinds
 
@@ -492,15 +476,11 @@ class _Stage:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).parent == self.program.folder
         ]
-        models = [line for line in lines if line[0] not in _LIBRARY]
+        models = [line for line in lines if line[0].removesuffix(".py") not in library()]
         if not lines:
             return f"{self.stage.file}: "
         file, number = (models or lines)[-1]
         return f"{file}:{number} ({linecache.getline(str(self.program.folder / file), number).strip()}): "
-
-
-def _kind(kind: Type) -> Any:
-    return spmd.V if isinstance(kind, Shard) else {"R": spmd.R, "I": spmd.I, "P": spmd.P}[kind.letter]
 
 
 def _line(error: Exception) -> str:

@@ -3,15 +3,16 @@
     every program ──► reference, ranks, comparison in its own dtypes ──► clear ────────────────────────────► the outcome
                                                                      └─► unclear ──► everything in float64 ──┘
 
-A bug shows in float64 as in float32; rounding does not. The text of the program is the same (:mod:`graphpar.runtime.fp64`).
+A bug shows in float64 as in float32; rounding does not. The text of the program is the same (:mod:`graphpar.runtime.debugging.fp64`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,19 @@ import torch
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import build
-from graphpar.frontend.generation import of_tokens
 from graphpar.frontend.modelfile import find_model_file, load_model_file
+from graphpar.frontend.signature import of_tokens
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
-from graphpar.runtime.fp64 import WIDER
+from graphpar.runtime.debugging.fp64 import WIDER
+from graphpar.runtime.launching.worker import run_jobs
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.modes import GENERATE, TRAIN
-from graphpar.runtime.optimizers import factory
-from graphpar.runtime.stages import check_files, emitted_package
-from graphpar.runtime.worker import run_jobs
+from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.stages.modules import check_files, emitted_package
+from graphpar.runtime.state.optimizers import factory
 from graphpar.text import plural
-from graphpar.verification.comparison import Verification, compare, relative_error
+from graphpar.verification.comparison import Verification, compare, largest_of, relative_error
 from graphpar.verification.recorded import Recorded
 from graphpar.verification.reference import SEED, Reference, Stepping, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
@@ -41,6 +42,8 @@ STEPS = 4
 _ROUNDINGS, _ULPS = 100.0, 16.0
 """The first result may differ by so many times the model's own rounding, or so many units in the last place; above that the
 program computes in fewer bits."""
+_SPREAD = 4.0
+"""How many times the model's own rounding a gradient may be off where float64 doesn't run the kernels that 16 bits do."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,13 @@ def verify_all(
         raise GraphparError(f"--steps is {steps}; at least one step is needed.")
     begin = on_phase or (lambda text: None)
     shared: dict[Any, Reference] = {}
-    begin(f"running the model as it is: {plural(steps, 'step')}")
+    begin(f"running the model: {plural(steps, 'step')}")
     known = references or [None] * len(programs)
     subjects = [
         _subject(program, steps, given, shared, forward) for program, given in zip(programs, known, strict=True)
     ]
     begin(f"running the program: {plural(steps, 'step')} on {_processes(subjects)}")
-    outcomes = _compared(subjects, steps, timeout_s)
+    outcomes = _compare_all(subjects, steps, timeout_s)
     doubtful = [
         index
         for index, outcome in enumerate(outcomes)
@@ -136,8 +139,10 @@ def verify_all(
             doubtful.remove(index)
     if again:
         begin(f"running the program again in float64 on {_processes(again)}")
-    for index, subject, exact in zip(doubtful, again, _compared(again, steps, timeout_s, double=True)):
-        outcomes[index] = _decided(outcomes[index], exact, subjects[index].reference, subject.reference)
+    for index, subject, exact in zip(doubtful, again, _compare_all(again, steps, timeout_s, double=True)):
+        outcomes[index] = _decided(
+            outcomes[index], exact, subjects[index].reference, subject.reference, kernels_by_dtype(subject.plan)
+        )
     return outcomes
 
 
@@ -158,7 +163,13 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         microbatched=coupled,
         counted=manifest.count_inputs,
         layouts=manifest.streams,
+        evaluates=_evaluates(manifest),
+        branches=bool(manifest.branches),
     )
+
+
+def _evaluates(manifest: Manifest) -> bool:
+    return manifest.mode == TRAIN and manifest.no_eval is None
 
 
 # ---- programs and their references -----------------------------------------------------------------------------
@@ -173,7 +184,7 @@ def _subject(
 ) -> _Subject:
     """Return the program with its reference: ``known``, one in ``shared`` for the same model and batch, or a new one."""
     if isinstance(program, Parts):
-        folder, plan, source = program.folder, program.plan, program.program.source
+        folder, plan, source = program.folder, program.plan.plan, program.program.source
         coupled = bool(program.program.couplings)
         manifest = load_manifest(folder)
     else:
@@ -191,7 +202,8 @@ def _subject(
         )
     microbatched = coupled and plan.microbatches > 1
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
-    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, plan.mesh.replicas if plan.dp_mean else 1)
+    parts = plan.mesh.replicas if plan.dp_mean else 1
+    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, parts, _evaluates(manifest))
     text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
     if (*key, text) not in shared:
         stepping = None if text is None or plan.mode != TRAIN else _own_optimizer(manifest)
@@ -205,6 +217,8 @@ def _subject(
             layouts=manifest.streams,
             forward=forward,
             stepping=stepping,
+            evaluates=_evaluates(manifest),
+            branches=bool(manifest.branches),
         )
     return _Subject(folder, plan, shared[*key, text])
 
@@ -237,7 +251,7 @@ def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
 # ---- running ---------------------------------------------------------------------------------------------------
 
 
-def _compared(
+def _compare_all(
     subjects: Sequence[_Subject], steps: int, timeout_s: float, *, double: bool = False
 ) -> list[Verification]:
     """Run all subjects, those of one world size in one launch, and compare each with its reference."""
@@ -270,6 +284,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
         "double": double,
         "loss_scale": reference.loss_scale,
+        "evaluates": reference.evaluated is not None,
         "gradients": [str(file) for file in reference.gradient_files] if reference.stepped else [],
     }
     (job / "job.json").write_text(json.dumps(record), encoding="utf-8")
@@ -279,7 +294,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
 def _widened(folder: Path, copy: Path) -> Path:
     """Copy a program, with float64 in its ``plan.json`` wherever tensors of fewer bits are given or sent; the text stays."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("weights", "checkpoint*"))
-    names = {_name(narrow): _name(wide) for narrow, wide in WIDER.items()}
+    names = {_dtype_name(narrow): _dtype_name(wide) for narrow, wide in WIDER.items()}
 
     def widened(value: Any) -> Any:
         if isinstance(value, list):
@@ -293,7 +308,7 @@ def _widened(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -308,8 +323,19 @@ def _in_doubt(outcome: Verification, always: bool) -> bool:
     return always or not outcome.ok or any(error > clear for error in outcome.max_error.values())
 
 
-def _decided(native: Verification, exact: Verification, reference: Reference, double: Reference) -> Verification:
-    """Return the verdict of the run in float64, where that was possible."""
+def kernels_by_dtype(plan: Plan) -> bool:
+    """Whether a program computes in 16 bits by kernels that float64 doesn't take: ring attention on a GPU."""
+    return plan.mesh.cp > 1 and plan.dtype != "fp32" and torch.cuda.is_available()
+
+
+def _decided(
+    native: Verification, exact: Verification, reference: Reference, double: Reference, by_dtype: bool
+) -> Verification:
+    """Return the verdict of the run in float64, where that was possible.
+
+    Args:
+        by_dtype: whether the program takes other kernels there, so that its gradients are judged in its own dtype, too.
+    """
     failed = [problem for problem in exact.problems if not exact.parallel_losses and not exact.worst]
     if failed:
         return _without_double(native, reference, f"the program: {failed[0]}")
@@ -322,7 +348,26 @@ def _decided(native: Verification, exact: Verification, reference: Reference, do
         exact.notes.append(f"in {native.decided_in} the first difference was {native.first_difference}")
     if exact.ok and (coarse := _too_coarse(native, reference, double)):
         exact.problems.append(coarse)
+    if exact.ok and by_dtype:
+        exact.problems += _beyond_rounding(native, reference, double)
     return exact
+
+
+def _beyond_rounding(native: Verification, reference: Reference, double: Reference) -> Iterator[str]:
+    """Say which gradients are further from the model's than rounding explains: the model's own, of that gradient or of the middle one."""
+    own: dict[str, float] = {}
+    for rounded, exact in zip(reference.gradients, double.gradients):
+        largest = largest_of(exact)
+        for name, value in exact.items():
+            own[name] = max(own.get(name, 0.0), relative_error(value, rounded[name], largest))
+    middle = statistics.median(own.values()) if own else 0.0
+    for name, error in native.gradient_errors.items():
+        if error > _SPREAD * max(own.get(name, 0.0), middle):
+            yield (
+                f"in fp64 the program is the model, but in {native.decided_in}, where its attention has another kernel, the gradient of "
+                f"{name} differs by {error:.1e}, where the model's own rounding is {max(own.get(name, 0.0), middle):.1e}"
+            )
+            return
 
 
 def _largest(outcome: Verification) -> str:

@@ -27,6 +27,7 @@ def alone() -> dist.ProcessGroup:  # type: ignore[misc]
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.sampled(1 / 2)
 def test_the_megatron_style_model_is_the_model(alone: dist.ProcessGroup, sequence: bool) -> None:
@@ -75,7 +76,7 @@ def test_patterns_that_fit_nothing_are_refused(capsys: pytest.CaptureFixture[str
         assert name in capsys.readouterr().err
 
 
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_searches_are_timed_at_any_depth() -> None:
     shallow, deep = search_times.Model("llama3_405b", 2), search_times.Model("llama3_405b", 3)
     times, ratios = search_times.measure([shallow, deep], repetitions=1)

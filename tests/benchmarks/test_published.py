@@ -35,9 +35,9 @@ from benchmarks.published_sources import SOURCES, held_out
 from graphpar.cost_models.work import Collective, Phase, Product, Traffic, Work
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
+from graphpar.schedules.action_table import validate_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import simulate
-from graphpar.schedules.table import validate_table
 
 FILE = Path(__file__).parents[1] / "data" / "published.jsonl"
 ROWS = {row["id"]: row for row in rows_of(FILE)}
@@ -137,6 +137,7 @@ def test_a_source_without_a_description_is_priced_by_a_stated_default_and_scored
     assert row.assumed == ("it ran as Megatron Core does",) and not row.described and not row.counted
 
 
+@pytest.mark.costly
 def test_memory_counts_only_where_it_is_printed_what_is_recomputed() -> None:
     found = [published.priced(ROWS[name]) for name in ("megatron_bridge:a", "vtrain_multi:a")]
     results = [each for each in found if isinstance(each, published.Priced)]
@@ -179,6 +180,7 @@ def moved(cut: Degrees, shape: Shape = SMALL) -> Counter[str]:
     return Counter(operator_name(node) for node in block.graph.nodes if operator_name(node) in MOVES)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "shape",
     [
@@ -195,12 +197,14 @@ def test_the_placement_is_megatrons(shape: Shape) -> None:
     assert moved(Degrees(2, True), shape) == {"all_gather": 2, "reduce_scatter": 2}
 
 
+@pytest.mark.costly
 def test_each_rank_of_tp_norms_all_of_its_rows_unless_the_sequence_is_divided() -> None:
     """Placements that nothing pins: dividing a norm of single operators would be cheaper, but Megatron-LM's ranks do not."""
     shape = replace(SMALL, hidden=4096, heads=32, kv_heads=32, head_dim=128, seq=1024, composed_norm=True, rms=True)
     assert moved(Degrees(4, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
 
 
+@pytest.mark.costly
 def test_a_gathered_loss_is_of_all_logits_on_every_rank() -> None:
     shape = replace(SMALL, vocab=4096, tied=False, biases=False)
     whole, two = (parts(replace(shape, loss="gathered"), build(Degrees(tp, False))).last for tp in (1, 2))
@@ -211,6 +215,7 @@ def test_a_gathered_loss_is_of_all_logits_on_every_rank() -> None:
     assert divided.kind.memory.inside.at(8) < 0.6 * two.kind.memory.inside.at(8)
 
 
+@pytest.mark.costly
 def test_products_of_their_own_are_as_many_flops_as_merged_ones() -> None:
     shape = replace(SMALL, gated=True, rotary=True, rms=True, biases=False, tied=False, kv_heads=2)
     merged, single = (parts(replace(shape, merged=flag), build(Degrees(1, False))).other for flag in (True, False))
@@ -296,6 +301,7 @@ def test_casts_read_and_write_operands_once() -> None:
         assert more == pytest.approx(3 * count)
 
 
+@pytest.mark.costly
 def test_scores_that_are_made_again_are_not_kept() -> None:
     shape, cut = replace(SMALL, attention="softmax"), Degrees(1, False)
     kept, again = parts(shape, build(cut)).other, with_scores_again(shape, build(cut)).other
@@ -315,6 +321,7 @@ def test_scores_that_are_made_again_are_not_kept() -> None:
 # ---- context and expert parallelism ---
 
 
+@pytest.mark.costly
 def test_ring_attention_has_all_keys_on_a_part_of_the_queries() -> None:
     raw = ROWS["nemo_longseq:a"]
     ring = read(raw)
@@ -336,6 +343,7 @@ def test_ring_attention_has_all_keys_on_a_part_of_the_queries() -> None:
     assert mesh_of(ring).size == ring.cluster.size
 
 
+@pytest.mark.costly
 def test_experts_are_divided_and_every_rank_has_its_tokens_share() -> None:
     shape = replace(SMALL, gated=True, biases=False, tied=False, experts=Experts(8, 2, 64))
     divided = replace(shape, experts=Experts(8, 2, 64, here=2))
@@ -369,6 +377,7 @@ def test_a_pipeline_of_few_microbatches(pp: int, microbatches: int) -> None:
     assert few(4, 4) == action_table("1F1B", 4, 1, 4)
 
 
+@pytest.mark.costly
 def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
     assert places(1, 8, 2) == 1
     assert places(8, 8, 2) == 2  # an expert a place
@@ -384,6 +393,7 @@ def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
     assert 0 < once.parts_s["ep"] < each.parts_s["ep"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.sampled(1 / 2)
 def test_llama_405b_on_16384_devices_takes_what_was_published(stages: int) -> None:
@@ -440,6 +450,7 @@ def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert huge["fits"] is False and huge["ran"] is False
 
 
+@pytest.mark.costly
 def test_sources_and_limits_choose_rows(capsys: pytest.CaptureFixture[str]) -> None:
     published.main([str(FILE), "--source", "vtrain_multi", "--limit", "2", "--details"])
     printed = capsys.readouterr().out

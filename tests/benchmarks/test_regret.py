@@ -17,7 +17,7 @@ from graphpar.cost_models import contention as quiet
 from graphpar.cost_models.contention import OTHERS, Watch
 from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.distributed import Ranks
-from tests.samples import drawn
+from tests.tools.samples import drawn
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------
 
@@ -37,6 +37,7 @@ def test_every_plan_is_in_one_chunk_and_the_first_in_all(count: int) -> None:
     assert max(map(len, chunks)) <= regret.CHUNK + 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", drawn(list(MODELS), 1, 1))
 @pytest.mark.sampled(1 / 2)
 def test_plans_of_all_kinds_are_predicted_under_names_of_their_own(name: str) -> None:

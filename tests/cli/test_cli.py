@@ -20,18 +20,18 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import graphpar as gp
-from graphpar.cli import compile_work, run_command
-from graphpar.cli.commands import build_parser
+from graphpar.cli import compile_command, run_command
 from graphpar.cli.main import main
-from graphpar.cli.output import phases
+from graphpar.cli.output import CHECK_FAILED, DONE, OUR_BUG, USER_ERROR, phases
+from graphpar.cli.parser import COMMANDS, build_parser
 from graphpar.cli.plan_file import read_program
 from graphpar.codegen.saving import edited_files
 from graphpar.passes.table import STEPS
-from graphpar.runtime.launch import LaunchResult
+from graphpar.runtime.checkpoints.weights import no_weights
+from graphpar.runtime.launching.launch import LaunchResult
 from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.weights import no_weights
 from graphpar.text import seconds_text
-from tests.programs import example
+from tests.tools.programs import example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT, HEAD_FIRST = str(EXAMPLES / "gpt.py"), str(EXAMPLES / "head_first.py")
@@ -89,6 +89,16 @@ def test_help_does_not_import_torch() -> None:
     assert "compile" in ran.stdout and "--schedule-table" in ran.stdout
 
 
+def test_each_argument_of_each_command_has_help() -> None:
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    assert list(commands.choices) == list(COMMANDS)
+    lacking = [
+        (name, action.dest) for name, each in commands.choices.items() for action in each._actions if not action.help
+    ]
+    assert lacking == [] and all(each.help for each in COMMANDS.values())
+
+
 def test_it_runs_as_a_module() -> None:
     ran = subprocess.run([sys.executable, "-m", "graphpar", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("graphpar ")
@@ -105,7 +115,7 @@ def test_it_runs_as_a_module() -> None:
         (["compile", "m.py", "--weight"], "no option --weight. Did you mean '--weights'?"),
         (["run", "out", "--step", "3"], "no option --step. Did you mean '--steps'?"),
         (["--versions", "passes"], "no option --versions. Did you mean '--version'?"),
-        (["compile", "m.py", "n.py"], "takes no further argument, but there is 'n.py'"),
+        (["compile", "m.py", "n.py"], "takes no further argument, but got 'n.py'"),
         (["compile", "m.py", "--dtype", "fp8"], "--dtype is 'fp8'; it is one of fp32, bf16, fp16."),
         (["compile", "m.py", "--devices", "0"], "--devices: it is 0; it must be at least 1"),
         (["compile", "m.py", "--devices", "two"], "--devices: 'two' is not a whole number"),
@@ -180,6 +190,7 @@ def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- compile ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
     (folder / "noisy.py").write_text(LINEAR)
     command = [
@@ -257,6 +268,7 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     assert "Give one of" in message(capsys, "report", "out", "--groups", "--group", "pp")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["ZB-H1", "ZB-H2"])
 def test_a_schedule_that_torch_lacks_runs_as_a_table(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -320,7 +332,7 @@ def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixt
     assert "decides on the block 'Blocks'" in edited(lambda copy: copy["sharding"]["decisions"].update(Blocks={}))
     stored = {"body.2.up.weight": {"tp": "R"}}
     assert "body.2.up.weight is stored as R@tp" in edited(lambda copy: copy["parameters"].update(stored))
-    assert "no transition leads there" in edited(decided("R, R -> R", "", "head/add#0"))
+    assert "no redistribution leads there" in edited(decided("R, R -> R", "", "head/add#0"))
     assert "its mesh has no axis" in edited(lambda copy: copy.update(mesh={"pp": 1}))
 
 
@@ -352,7 +364,7 @@ def test_figures_of_a_plan_that_was_edited_since_are_not_shown(
 
     printed = " ".join(output(capsys, "report", "out").split())
     assert "4 microbatches of 2" in printed and "Predicted" not in printed
-    assert "was edited since report.json was made beside it" in printed and "graphpar estimate MODEL" in printed
+    assert "was edited since report.json was written" in printed and "graphpar estimate MODEL" in printed
     assert "of another plan, and page.html needs them" in message(capsys, "report", "out", "--html", "page.html")
     compared = json.loads(output(capsys, "diff", "out", "other", "--json"))
     assert compared["times"] is None and "out has no prediction, or was edited since" in compared["summary"]
@@ -379,6 +391,7 @@ def test_a_report_that_was_damaged_is_a_sentence(
         assert json.loads(output(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--json"))["predicted"]
 
 
+@pytest.mark.costly
 def test_shard_plans_of_the_model_file_and_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command's replaces the model file's; a mesh without tp has no use for either."""
     (folder / "model.py").write_text(LINEAR + "shard_plan = {'0.weight': 'S(0)@tp', '1.weight': 'S(1)@tp'}\n")
@@ -419,6 +432,7 @@ def test_no_emit_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.costly
 def test_a_cluster_goes_into_the_plan_and_its_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.toml").write_text(
         'nodes = 2\ndevices_per_node = 2\ndevice = "A100"\ninter_node = { bytes_per_s = 1e9 }\n'
@@ -437,6 +451,7 @@ def test_a_cluster_goes_into_the_plan_and_its_report(folder: Path, capsys: pytes
     assert "its mesh has 4 devices, but its cluster 4x2xA100-SXM-80GB has 8" in wrong
 
 
+@pytest.mark.costly
 def test_a_plan_from_before_clusters_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--devices", "2", "-o", "out")
     file = folder / "out" / "plan.json"
@@ -455,6 +470,7 @@ def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "# after outline" in captured.err
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", [[], ["--cluster", "2x1xL40S"]], ids=["default", "cluster"])
 def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
     where: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -474,6 +490,7 @@ def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
     assert pinned["explain"][1] == f"     is placed as {other}@tp; pinned by the shard plan: 'body.*.down.weight'"
 
 
+@pytest.mark.costly
 def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = output(capsys, "compile", HEAD_FIRST, "--mesh", "tp=2", "--no-emit", "--explain", "body.1.up", "-v")
     lines = [line.split() for line in printed.splitlines() if line.startswith("     ") and " as " in line]
@@ -546,7 +563,7 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "expected"),
     [
         (["--devices", "2", "--split", "bodi.4"], "Did you mean 'body.4'"),
-        (["--mesh", "pp=16", "--batch", "16"], "16 stages were asked for, but HeadFirst has only 8 blocks"),
+        (["--mesh", "pp=16", "--batch", "16"], "16 stages are needed, but HeadFirst has only 8 blocks"),
         (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
         (["--mesh", "tq=2"], "There is no mesh axis 'tq'"),
         (["--mesh", "tp=2", "--shard-plan", "nope.toml"], "There is no shard plan nope.toml"),
@@ -590,7 +607,7 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
             ["--mesh", "dp_replicate=3"],
             "A global batch of 8 does not divide over dp_replicate=3; each replica takes as many rows. Degrees that do: 1, 2, 4, 8.",
         ),
-        (["--mesh", "pp=2", "--edge-layers", "one"], "--edge-layers wants two whole numbers"),
+        (["--mesh", "pp=2", "--edge-layers", "one"], "--edge-layers takes two whole numbers"),
         (["--mesh", "pp=2", "--split", ","], "--split ',' names no module"),
         (["--mesh", "pp=2", "--split", "a", "--layers-per-stage", "2"], "not both"),
         (["--mesh", "pp=2", "--shard-plan", "bad.json"], "colwize"),
@@ -760,7 +777,7 @@ def test_a_damaged_program_says_which_file(folder: Path, capsys: pytest.CaptureF
         assert f"stage_1.py, line {line}: invalid syntax: def broken(:" in message(capsys, command, "out")
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_weights_of_another_model_are_refused_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,dp_replicate=2", "-o", "out")
     file = folder / "out" / "weights" / "model.safetensors"
@@ -779,8 +796,15 @@ def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture
         assert "no plan.json" in message(capsys, command, "kept")
 
 
+def test_exit_codes_are_those_of_the_reference() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \|", page.partition("| exit code | meaning |")[2], re.MULTILINE)
+
+    assert [str(code) for code in (DONE, CHECK_FAILED, USER_ERROR, OUR_BUG)] == rows
+
+
 def test_our_own_bugs_are_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("graphpar.passes.table.STEPS", None)
+    monkeypatch.setattr("graphpar.cli.passes_command.STEPS", None)
     assert main(["passes"]) == 3
     assert "Traceback" in capsys.readouterr().err
 
@@ -817,7 +841,7 @@ def test_a_dotted_module(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 # ---- run and verify --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, HEAD_FIRST, "--mesh", "dp_replicate=2", "--batch", "12", "-o", "out", "--no-weights")
     assert not (folder / "out" / "weights").exists()
@@ -839,7 +863,7 @@ def test_weights_are_written_where_they_are_small_or_asked_for(
         (100, ["--weights"], True),
         (2**30, ["--no-weights"], False),
     ):
-        monkeypatch.setattr(compile_work, "SMALL_BYTES", limit)
+        monkeypatch.setattr(compile_command, "SMALL_BYTES", limit)
         printed = output(capsys, "compile", HEAD_FIRST, "-o", "out", *options)
         assert weights.exists() is written, options
         if limit == 100 and not written:
@@ -863,7 +887,7 @@ def test_a_prediction_for_other_devices_is_said_to_be_one(
         on_stdout("step    0   loss 1.0   0.100 s")
         return LaunchResult("", "", 1.0)
 
-    monkeypatch.setattr("graphpar.runtime.launch.torchrun", torchrun)
+    monkeypatch.setattr("graphpar.cli.run_command.torchrun", torchrun)
     printed = output(capsys, "run", "out", "--steps", "1")
     assert "for 2x1xL40S-48GB" in printed and "which this machine does not have" in printed
     assert " step    0   loss 1.0   0.100 s\n" in printed
@@ -917,6 +941,7 @@ def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsy
     assert "the first difference: output of logits, step 1 (1.0e-02)" in printed and printed.rstrip().endswith("FAIL")
 
 
+@pytest.mark.costly
 def test_compile_says_what_each_step_took(folder: Path, traced_anew: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The list of steps with the seconds of each, which are most of those of the command."""
     data = compiled(capsys, HEAD_FIRST, "--mesh", "tp=2", "-o", "out")

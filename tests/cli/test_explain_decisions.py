@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import graphpar as gp
-from graphpar.cli.explain_decisions import DecisionExplainer
+from graphpar.cli.explain import DecisionExplainer
 from graphpar.hardware.cluster import Cluster
-from graphpar.passes.planning.next_best import DECISIONS, Alternatives
+from graphpar.passes.planning.explain import DECISIONS, Alternatives
 from graphpar.passes.planning.plan_request import plan_request, planned
-from tests.programs import example
+from tests.tools.programs import example
 
 CLUSTER = "1x4xA100-SXM-80GB"
 
@@ -37,6 +38,7 @@ def time_of(mesh: str, schedule: str | None, size: int, zero: int, recompute: st
     return plan.predicted.step_time_s
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "pins",
     [
@@ -77,8 +79,12 @@ def test_the_next_best_is_the_fastest_of_all_pins(pins: dict[str, Any]) -> None:
         assert ("the pin costs" in text) == (found[name]["pinned"] and best["fits"])
 
 
+@pytest.mark.costly
 def test_blocks_and_cuts_by_path() -> None:
     program, cluster = example("gpt"), Cluster.parse("1x2xA100-SXM-80GB")
+    cluster = replace(
+        cluster, device=replace(cluster.device, communicator_bytes=0)
+    )  # next to which a toy's tensors are nothing
     asked = plan_request(cluster, mesh={"pp": 2}, split=["blocks.3"])
     plan = planned(program, asked)
     explainer = DecisionExplainer(Alternatives(program, plan, cluster, asked))

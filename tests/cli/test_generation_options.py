@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphpar.cli.main import main
-from graphpar.runtime.launch import LaunchResult
-from tests.rank_pool import RankPool
+from graphpar.runtime.launching.launch import LaunchResult
+from tests.tools.rank_pool import RankPool
 
 MODEL = """
 import torch
@@ -45,7 +45,7 @@ def refused(options: list[str], out: Path, capsys: pytest.CaptureFixture[str], m
     def start(*args: Any, **options: Any) -> None:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("graphpar.runtime.launch.torchrun", start)
+    monkeypatch.setattr("graphpar.cli.run_command.torchrun", start)
     capsys.readouterr()
     try:
         code = main(["run", str(out), *options])
@@ -72,10 +72,10 @@ def refused(options: list[str], out: Path, capsys: pytest.CaptureFixture[str], m
         (["--tokens", "1", "--weights", "{other}"], "has values of other shapes: lm_head.weight"),
         (["--tokens", "1", "--weights", "{less}"], "has no value for model.norm.weight"),
         (["--tokens", "1", "--weights", "{less}", "--checkpoint", "{out}"], "--checkpoint: not allowed with argument --weights"),
-        (["--tokens", "1", "--checkpoint", "{out}"], "is no checkpoint"),
+        (["--tokens", "1", "--checkpoint", "{out}"], "is neither a checkpoint"),
         (["--prompt", "a"], "--prompt needs a tokenizer: there is no tokenizer.json"),
         (["--prompt", "a", "--tokenizer", "{out}"], "out/tokenizer.json, the tokenizer of the prompts"),
-        (["--prompt", "a", "--tokenizer", "{less}"], "less.safetensors is no tokenizer"),
+        (["--prompt", "a", "--tokenizer", "{less}"], "less.safetensors is not a tokenizer"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_is_named_is_used(
         Path(arguments[arguments.index("--json") + 1]).write_text("{}")
         return LaunchResult(seconds=1.0, stdout="", stderr="")
 
-    monkeypatch.setattr("graphpar.runtime.launch.torchrun", launched)
+    monkeypatch.setattr("graphpar.cli.run_command.torchrun", launched)
     assert main(["run", str(out), "--prompt", "of man", "--tokenizer", str(tmp_path / "words.json"), "--json"]) == 0
     assert f"--tokenizer={tmp_path / 'words.json'}" in started[0] and "--prompt=of man" in started[0]
 
@@ -122,7 +122,7 @@ def test_json_has_prompts_tokens_and_their_rate(
         pool.torchrun(*given, **options)
         return LaunchResult(seconds=1.0, stdout="", stderr="")
 
-    monkeypatch.setattr("graphpar.runtime.launch.torchrun", launched)
+    monkeypatch.setattr("graphpar.cli.run_command.torchrun", launched)
     capsys.readouterr()
     tokens = ["--tokens", "3,5,8", "--tokens", "2", "--tokens", "4,4"]
     assert main(["run", str(out), *tokens, "--max-new-tokens", "5", "--json"]) == 0

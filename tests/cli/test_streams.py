@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import resource
 import subprocess
@@ -15,7 +14,7 @@ import torch
 
 from graphpar.cli.output import write_text
 from graphpar.errors import GraphparError
-from graphpar.runtime.tensor_file import save_tensors
+from graphpar.runtime.checkpoints.weights import save_tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +25,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
@@ -82,21 +82,10 @@ def test_tensors_that_do_not_fit_leave_nothing(tmp_path: Path, small_files: None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.costly
 def test_weights_that_do_not_fit_are_a_sentence(tmp_path: Path) -> None:
     model = "import torch\nfrom torch import nn\nmodel = lambda: nn.Linear(256, 256)\nexample_inputs = (torch.ones(2, 256),)\n"
     (tmp_path / "model.py").write_text(model)
     ran = shell(f"ulimit -f 150; graphpar compile {tmp_path}/model.py --mode infer --devices 1 -o {tmp_path}/out")
     assert ran.returncode == 2 and ran.stderr == f"error: {tmp_path}/out can't be written: File too large.\n"
     assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"model.py"}
-
-
-def test_text_files_are_utf8_in_any_locale() -> None:
-    """Names and comments of models have any characters; without an encoding the locale chooses one that may lack them."""
-    wrong = []
-    for file in sorted((ROOT / "graphpar").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                text = node.func.attr in ("read_text", "write_text")
-                if text and "encoding" not in {keyword.arg for keyword in node.keywords}:
-                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert not wrong

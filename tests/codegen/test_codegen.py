@@ -17,11 +17,10 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.codegen.describe import describe_shape, describe_types
-from graphpar.codegen.layout import commented
+from graphpar.codegen.formatting import commented, describe_shape, describe_types
 from graphpar.operators.transitions import TABLE
 from graphpar.report.report import report_data
-from tests.programs import SMALL, example, example_file
+from tests.tools.programs import SMALL, example, example_file
 
 
 def _parts(name: str, devices: int = 2, **pins: object) -> gp.Parts:
@@ -86,6 +85,49 @@ def test_a_stage_in_evaluation_counts_no_batches(package) -> None:  # type: igno
     assert int(stage.norm.num_batches_tracked) == 2 and int(stage.calls) == 4
 
 
+class _Weighted(nn.Module):
+    """Weights of examples that come from inputs alone, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (x.sin().mean(1) / 25).exp().cos()
+        return self.layer(x) * nn.functional.dropout(weight, 0.25, self.training).cos()[:, None]
+
+
+def test_what_depends_on_the_mode_is_no_function(package) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model, x = _Weighted(), torch.randn(6, 4)
+    program = gp.export(model, (x,), loss_fn=lambda output: output.sum())
+    parts = gp.partition(program, gp.plan(program, mesh={}, microbatch_size=6))
+    assert any("def make_" in text for text in parts.files.values())
+    package(parts)
+    stage = importlib.import_module("emitted_under_test.stage_0").Stage0()
+    stage.load_state_dict(model.state_dict())
+    keys = torch.arange(6)
+    assert not torch.equal(stage(x=x, sample_keys=keys), stage(x=x, sample_keys=keys + 1))
+    torch.testing.assert_close(stage.eval()(x=x, sample_keys=keys), model.eval()(x).sum())
+
+
+class _OfOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (first,) = x[:, :1].unbind(1)
+        return self.layer(x) * first[:, None]
+
+
+def test_a_list_of_one_is_unpacked() -> None:
+    program = gp.export(_OfOne(), (torch.randn(6, 4),), loss_fn=lambda output: output.sum())
+    text = gp.partition(program, gp.plan(program, mesh={}, microbatch_size=6)).files["stage_0.py"]
+    assert re.search(r"^ +\(\w+,\) = x\[:, :1\]\.unbind\(1\)$", text, re.MULTILINE), text
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled(1 / 3)
 def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
@@ -126,6 +168,7 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
         assert modules <= allowed, (file, modules)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled(1 / 3)
 def test_stage_keys_are_the_models_keys(name: str) -> None:
@@ -146,6 +189,7 @@ def test_stage_keys_are_the_models_keys(name: str) -> None:
             assert value.shape == built.state_dict()[key].shape
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled(1 / 3)
 def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
@@ -190,6 +234,7 @@ def test_as_many_lines_for_48_layers_as_for_12() -> None:
     assert abs(lines(48) - lines(12)) <= 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "gpt_dropout"])
 @pytest.mark.sampled(1 / 2)
 def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> None:  # type: ignore[no-untyped-def]
@@ -209,6 +254,7 @@ def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> No
         assert counter.frame_count <= 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
 @pytest.mark.sampled(1 / 2)
 def test_compiled_blocks_take_any_number_of_examples(name: str, package) -> None:  # type: ignore[no-untyped-def]
@@ -294,6 +340,7 @@ def _sequential(width: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)), nn.Linear(width, 3))
 
 
+@pytest.mark.costly
 def test_a_model_whose_own_children_are_numbered() -> None:
     """The root is no ModuleDict; and its argument keeps its name ``input``, though that hides a builtin."""
     program = gp.export(
@@ -331,6 +378,7 @@ def _sharding(name: str, **degrees: int) -> gp.Parts:
 _CALL = re.compile(rf"(?<![\w.])({'|'.join(row.function for row in TABLE if row.function)})\(")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["llama", "gpt_dropout"])
 def test_every_transition_with_room_says_what_it_does(name: str) -> None:
     """A comment behind a call of a collective names the types that the function turns into each other."""
@@ -349,6 +397,7 @@ def test_every_transition_with_room_says_what_it_does(name: str) -> None:
     assert noted > 2 and not missed
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("mesh", "variable"), [({"ep": 2}, "ends"), ({"dp_expert": 2}, "exchange")])
 def test_experts_have_names_that_a_reader_knows(mesh: dict[str, int], variable: str) -> None:
     """Parts of a gate are called as the gate calls them, and a comment on expert rows names a variable of the code."""
@@ -423,6 +472,7 @@ def test_a_definition_of_its_own_names_its_own_modules() -> None:
     assert {row["label"] for row in rows[0]["rows"] + rows[1]["rows"]} <= {"up", "down", "up, down", "the block itself"}
 
 
+@pytest.mark.costly
 def test_loops_over_units_hide_no_name_of_their_function() -> None:
     """The blocks of the resnet are in lists named ``stages``."""
     program = example("resnet")
@@ -431,8 +481,17 @@ def test_loops_over_units_hide_no_name_of_their_function() -> None:
 
 
 def test_each_parameter_needs_a_gradient_as_in_the_model() -> None:
-    """A module with one frozen and one trained parameter, in a block and alone."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 2))
+    """A module with one frozen and one trained parameter, in a block and alone; and one beside its submodules."""
+
+    class Scaled(nn.Sequential):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.shift, self.scale = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale + self.shift)
+
+    model = Scaled(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 2))
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.LayerNorm):
             module.bias.requires_grad_(isinstance(module, nn.Linear))

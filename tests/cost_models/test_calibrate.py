@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cost_models import calibrate as calibration
+from graphpar.cost_models import measure as measuring
 from graphpar.cost_models.calibrate import Profile, calibrate, profile_of
+from graphpar.cost_models.contention import Watch
 from graphpar.cost_models.fit_device import (
     Error,
     fit_actions,
@@ -32,9 +34,10 @@ from graphpar.cost_models.measure import STAGES, Case, Row, Small, cases, second
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
+from graphpar.runtime import start
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
-from tests.rank_pool import RankPool
+from tests.tools.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 SHIPPED = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu_profile.json"
@@ -61,6 +64,7 @@ def rows_of(data: dict[str, Any]) -> list[Row]:
 # ---- fits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("matrix", "operands", "memory", "launch", "forward", "backward"),
     [(0.9, 2e10, 0.3, 2e-6, 0.3, 0.4), (0.4, 5e9, 0.8, 1e-7, 0.6, 0.5), (1.0, 1e11, 0.2, 1e-5, 0.1, 0.7)],
@@ -90,6 +94,7 @@ def test_a_fit_finds_the_figures_that_times_were_made_with(
     assert all(error.worst < 0.02 for error in errors.values())
 
 
+@pytest.mark.costly
 def test_a_known_device_keeps_its_peaks_and_is_fitted_by_shares() -> None:
     true = replace(
         DEVICES["A100-SXM-80GB"], matrix_efficiency=0.7, memory_efficiency=0.6, half_reduction=100.0, dispatch_s=0.0
@@ -104,6 +109,7 @@ def test_a_known_device_keeps_its_peaks_and_is_fitted_by_shares() -> None:
     assert found.memory_efficiency == pytest.approx(0.6, rel=0.02)
 
 
+@pytest.mark.costly
 def test_rows_that_only_the_host_bounds_say_nothing_about_a_gpu() -> None:
     true = replace(DEVICES["A100-SXM-80GB"], dispatch_s=5e-6)
     rows = [
@@ -142,6 +148,7 @@ def test_a_small_block_has_as_many_operators_as_its_times_are_divided_by() -> No
     assert len(seen) == Small.DISPATCHED
 
 
+@pytest.mark.costly
 def test_one_bad_shape_does_not_spoil_the_others() -> None:
     rows = times(DEVICES["CPU"])
     bad = next(index for index, row in enumerate(rows) if row.what == "product" and math.prod(row.shape) > 1e6)
@@ -231,6 +238,32 @@ def test_seconds_are_those_of_one_call() -> None:
     assert taken < 1e-4
 
 
+def test_a_time_is_that_of_one_operator_and_a_mean_over_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = {case.shape: math.prod(case.shape) for case in ALL_CASES if kind_of_case(case) == "traffic"}
+    repeated = {(case.what, case.shape) for case in ALL_CASES if case.places == measuring.PLACES > 1}
+    assert repeated == {
+        (what, shape)
+        for what in ("add", "mul", "gelu", "gelu, backward", "layer_norm", "layer_norm, backward")
+        for shape, number in elements.items()
+        if number >= measuring.LARGE
+    }
+    assert {case.places for case in ALL_CASES if (case.what, case.shape) not in repeated} == {1}
+    allocated: list[int] = []
+
+    def make() -> Any:
+        allocated.append(len(allocated))
+        return lambda: 1.0 + len(allocated)
+
+    monkeypatch.setattr(measuring, "cases", lambda *_: [Case("gelu", (8, 2), "fp32", make, times=10, places=4)])
+    monkeypatch.setattr(measuring, "seconds", lambda call, *_: call())
+    with start() as ranks:
+        rows = measuring.measure(measuring.Request(), ranks, Watch(ranks, 0.0))
+    assert len(allocated) == 4
+    (row,) = rows
+    assert row.seconds == pytest.approx((2.0 + 3.0 + 4.0 + 5.0) / 4 / 10)
+    assert row == Row("gelu", (8, 2), "fp32", 1, row.seconds)
+
+
 # ---- profiles --------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +274,7 @@ def profile(pool: RankPool) -> Profile:
         return calibrate("cpu", 2, quick=True, patience_s=0.0)
 
 
+@pytest.mark.costly
 def test_a_profile_is_a_cluster_of_as_many_devices_as_took_part(profile: Profile, tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     file.write_text(json.dumps(profile.to_json()))
@@ -250,6 +284,7 @@ def test_a_profile_is_a_cluster_of_as_many_devices_as_took_part(profile: Profile
     assert (four.nodes, four.devices_per_node, four.device) == (1, 4, profile.cluster.device)
 
 
+@pytest.mark.costly
 def test_a_profile_has_rows_of_every_kind_and_their_errors(profile: Profile) -> None:
     assert {kind_of(row) for row in profile.rows} == {
         "operator", "product", "traffic", "attention", "collective", "transfer", "pipeline",
@@ -274,6 +309,7 @@ def test_more_ranks_than_cores_take_turns_and_are_not_measured_at_once(monkeypat
     assert (profile.cluster.device.cores, profile.cluster.size) == (3, 4)
 
 
+@pytest.mark.costly
 def test_the_shipped_row_of_a_cpu_fits_its_shipped_measurement() -> None:
     data = json.loads(SHIPPED.read_text())
     fitted = profile_of(rows_of(data), DEVICES["CPU"], data["devices_per_node"], data["machine"])
@@ -306,6 +342,7 @@ def test_a_gpu_of_another_form_is_not_taken_for_a_known_one() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["again", "measured"])
 def test_the_command_writes_a_profile_that_plans_can_use(
     profile: Profile,
@@ -333,6 +370,7 @@ def test_the_command_writes_a_profile_that_plans_can_use(
     assert "products fp32, under 1 Gflop" in text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("factor", "rows", "disturbed", "doubt"),
     [
@@ -398,7 +436,7 @@ def test_what_can_not_be_measured_is_said_at_once(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "here.json: it is no JSON"),
+        ("{", "here.json: it is not valid JSON"),
         ("[1]", "it must be an object with nodes, devices_per_node and device"),
         ('{"nodes": 1, "devices_per_node": 2}', "the field 'device' is missing"),
         ('{"nodes": 1, "devices_per_node": 2, "device": "CPU", "measure": []}', "there is no field 'measure'"),

@@ -213,6 +213,7 @@ def test_one_rank_sends_nothing(made: Cluster, kind: str, nbytes: float) -> None
     )
 
 
+@pytest.mark.costly
 @given(settings_of(), BYTES)
 def test_an_all_reduce_is_no_dearer_than_its_halves(setting: tuple[Cluster, list[int]], nbytes: float) -> None:
     whole, scattered, gathered = (

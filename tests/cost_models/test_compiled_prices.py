@@ -18,8 +18,8 @@ import graphpar as gp
 from graphpar.cost_models.work import Phase, Traffic, Work
 from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
-from graphpar.passes.planning.planning import pricing_of
-from tests.programs import example
+from graphpar.passes.planning.prices import pricing_of
+from tests.tools.programs import example
 
 WIDTH, INNER, LENGTH = 48, 112, 6
 
@@ -123,6 +123,7 @@ def test_compiled_blocks_cast_parameters_for_each_microbatch() -> None:
     assert pricing.execution.compiled and not pricing.execution.recasts
 
 
+@pytest.mark.costly
 def test_a_plan_for_compiled_blocks_says_so_and_is_priced_so() -> None:
     program = example("llama")
     plain, plan = (gp.plan(program, "2xA100", mesh={"tp": 2}, global_batch=32, compile=c) for c in (False, True))
@@ -133,7 +134,7 @@ def test_a_plan_for_compiled_blocks_says_so_and_is_priced_so() -> None:
     assert gp.estimate(program, again).step_time_s == plan.predicted.step_time_s
     assert gp.estimate(program, replace(again, compile=False)).step_time_s > plan.predicted.step_time_s
     parts, others = gp.partition(program, plan), gp.partition(program, replace(plan, compile=False))
-    said = "fused by torch.compile (run with --compile), memory as if not"
+    said = "fused by torch.compile (run with --compile); memory as without it"
     assert [each.report["assumed"]["operators"] for each in (parts, others)] == [said, "not fused"]
     assert said in parts.files["report.html"]
     emitted = [{name: text for name, text in each.files.items() if name.endswith(".py")} for each in (parts, others)]

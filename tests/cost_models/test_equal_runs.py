@@ -12,9 +12,9 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
-from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.measured_units import RankUnits
 from graphpar.runtime.mesh import Mesh
-from tests.programs import example
+from tests.tools.programs import example
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=9), st.data())
@@ -32,11 +32,12 @@ def test_runs_are_alike_where_their_units_and_the_one_before_are(marks: list[str
         assert all(runs.first(other) == like for other in every if seen(other) == seen(run))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize("name", ["gpt", "llama", "t5", "resnet_batchnorm"])
 @pytest.mark.parametrize(("zero", "pp"), [(0, 2), (1, 4), (3, 1), (3, 2)])
 def test_steps_cost_what_they_cost_without(name: str, zero: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    units = units_of(example(name), {})
+    units = RankUnits(example(name), {}).of()
     mesh, cluster = Mesh(pp=pp, dp_shard=2), Cluster.of(DEVICES["A100-SXM-80GB"], 1, 2 * pp)
     layouts = [Layout("GPipe", 2, 4, (0, *starts)) for starts in _starts(len(units), pp)]
     found = []

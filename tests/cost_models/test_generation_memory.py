@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import graphpar as gp
-from tests import generation_memory_fixture
 from tests.end_to_end.test_generation import LENGTH, MODELS, VOCABULARY, WINDOWS
-from tests.rank_pool import RankPool
+from tests.ranks import generation_memory_script
+from tests.tools.rank_pool import RankPool
 
 
 def check(cases: list[tuple[str, dict[str, int], float]], ranks: int, folder: Path, pool: RankPool) -> None:
@@ -27,7 +27,7 @@ def check(cases: list[tuple[str, dict[str, int], float]], ranks: int, folder: Pa
         parts.save(folder / label)
         assert parts.compilation.estimate is not None
         predicted[label] = parts.compilation.estimate.memory, most
-    pool.torchrun(Path(generation_memory_fixture.__file__), [str(folder), *predicted], nproc=ranks, timeout_s=300)
+    pool.torchrun(Path(generation_memory_script.__file__), [str(folder), *predicted], nproc=ranks, timeout_s=300)
     for label, (memories, most) in predicted.items():
         for rank in range(ranks):
             place, measured = json.loads((folder / f"{label}-rank_{rank}.json").read_text())
@@ -37,10 +37,12 @@ def check(cases: list[tuple[str, dict[str, int], float]], ranks: int, folder: Pa
             assert measured <= made <= most * measured, (label, rank, made / measured)
 
 
+@pytest.mark.costly
 def test_prompts_are_counted(pool: RankPool, tmp_path: Path) -> None:
     check([("llama", {"pp": 2}, 1.12), ("gpt2", {"dp_replicate": 2}, 1.12)], 2, tmp_path, pool)
 
 
+@pytest.mark.costly
 def test_prompts_longer_than_a_sliding_window_are_counted(pool: RankPool, tmp_path: Path) -> None:
     check([("mistral", {"pp": 2}, 1.3), ("gemma2", {"tp": 2}, 1.6)], 2, tmp_path, pool)
 

@@ -18,8 +18,8 @@ from graphpar.cost_models.work import Collective, Phase, Product
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Link
 from graphpar.ir.plan import Plan
-from graphpar.passes.planning.planning import pricing_of
-from tests.programs import example, norms_pinned
+from graphpar.passes.planning.prices import pricing_of
+from tests.tools.programs import example, norms_pinned
 
 KINDS = ("none", "gathers", "full")
 ONE = Cluster.of(DEVICES["A100-SXM-80GB"], 1, 2)
@@ -42,6 +42,7 @@ def seconds(pricing: Pricing, apart: bool = False) -> StageSeconds:
     return pricing.stage_seconds(0, len(pricing.units), 64, apart)
 
 
+@pytest.mark.costly
 @settings(max_examples=5, deadline=None)
 @given(st.sampled_from(KINDS), st.booleans(), st.floats(8, 12), st.floats(-7, -4))
 def test_a_stage_takes_at_least_the_longer_and_at_most_the_sum(

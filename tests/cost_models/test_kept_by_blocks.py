@@ -20,7 +20,7 @@ from graphpar.cost_models.pipeline_units import JoinedUnits
 from graphpar.hardware.cluster import Cluster
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.planning.prices import pricing_of
 from graphpar.runtime.mesh import Mesh
 
 RANKS, TOKENS, WIDTH, HIDDEN = 4, 1024, 2048, 7168
@@ -43,6 +43,7 @@ FORMULAS: dict[str, tuple[Callable[[], nn.Module], float]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_block_keeps_what_megatrons_formula_says(name: str) -> None:
     model, units_of_width = FORMULAS[name]

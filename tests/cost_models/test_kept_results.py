@@ -24,7 +24,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import value_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.stages import (
+from graphpar.runtime.stages.modules import (
     StageAdapter,
     bind_collectives,
     build_stage,
@@ -33,7 +33,7 @@ from graphpar.runtime.stages import (
     stage_function,
 )
 from tests.cost_models.test_memory import ROWS, _filled, _inputs, _rank_0, _tuple
-from tests.programs import example, norms_pinned
+from tests.tools.programs import example, norms_pinned
 
 KINDS = ("none", "budget:0.9", "selective", "budget:0.6", "budget:0.3", "full")
 FAST = [("gpt2_tiny", {"tp": 2}), ("gpt_dropout", {})]
@@ -98,6 +98,7 @@ def _kept(parts: gp.Parts, index: int) -> int:
     return int(left)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "mesh"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 @pytest.mark.sampled(1 / 2)
 def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def test_operators_are_counted_as_emitted_stages_dispatch_them(
     assert 0 <= more <= 2  # the last linear layer still lays out its operands
 
 
+@pytest.mark.costly
 def test_shards_are_kept_of_what_is_gathered() -> None:
     """Each of 8 blocks gathers twice, for q, k and v and for its wider layer."""
     program, kept = example("gpt"), []
@@ -167,7 +169,7 @@ def test_shards_are_kept_of_what_is_gathered() -> None:
     assert kept[0] - kept[1] == 8 * 2 * whole * 3 // 4
 
 
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_the_peak_grows_with_the_budget() -> None:
     """Without the host, whose Python around operators of budgets makes these slower than full recomputation in a model this small."""
     program, cluster = example("llama"), Cluster.parse("2xH100")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,25 +23,25 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations as CostActivations
-from graphpar.cost_models.execution import OPTIMIZERS, Execution
-from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory, with_optimizer
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
-from graphpar.ir.program import concrete_shape, value_of
-from graphpar.passes.planning.planning import table_of
+from graphpar.ir.program import OptimizerState, concrete_shape, value_of
+from graphpar.passes.planning.prices import table_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
+from graphpar.runtime.stages.modules import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
+from graphpar.schedules.action_table import parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import peak_in_flight
-from graphpar.schedules.table import parse_table
-from tests.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
-from tests.programs import NO_SEQUENCE, SMALL, example, norms_pinned
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.tools.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
+from tests.tools.programs import NO_SEQUENCE, SMALL, example, norms_pinned
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 ROWS = 2
 FAST_EXAMPLES = ("gpt", "gpt2_tiny", "gpt_dropout", "llama", "mixtral", "resnet_batchnorm", "unet")
@@ -186,6 +186,7 @@ def _check(case: tuple[str, str, str]) -> None:
         assert passes.forward >= real.passes.forward  # emitted code may name two values alike, and drop the first
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", FAST, ids=lambda case: "-".join(filter(None, case)))
 @pytest.mark.sampled(1 / 2)
 def test_what_a_stage_saves(case: tuple[str, str, str]) -> None:
@@ -200,6 +201,7 @@ def test_what_a_stage_saves_everywhere(case: tuple[str, str, str]) -> None:
     _check(case)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet_batchnorm"])
 def test_sizes_lie_on_a_line_that_was_measured(name: str) -> None:
     parts, activations = parts_of(name, "pp=2"), activations_of(name, "pp=2")
@@ -236,6 +238,7 @@ def test_a_trial_of_very_many_rows_says_nothing(caplog: pytest.LogCaptureFixture
     assert found == [CostActivations(program, {}).reach(stage, rows) for rows in (2, 4)]
 
 
+@pytest.mark.costly
 def test_a_replayed_block_is_like_a_run_of_it() -> None:
     """Instances that share what they save count it once: the whole stage run operator by operator keeps as much."""
     parts = parts_of("gpt2_tiny", "pp=1")
@@ -259,6 +262,7 @@ def test_cuda_attention_saves_what_its_kernels_do() -> None:
         Activations(parts.program, {}, device="tpu")
 
 
+@pytest.mark.costly
 def test_experts_of_unknown_sizes_are_refused() -> None:
     parts = parts_of("mixtral", "ep=2")
     (stage,) = parts.stages
@@ -284,6 +288,7 @@ def _memory(case: tuple[Any, ...], rank: int, **options: Any) -> Memory:
     )
 
 
+@pytest.mark.costly
 def test_a_rank_holds_what_the_runtime_makes() -> None:
     case = ("gpt2_tiny", "pp=2", "", "1F1B", 2, 8)
     parts = parts_of(*case)
@@ -311,9 +316,9 @@ def test_a_rank_holds_what_the_runtime_makes() -> None:
 
 def test_optimizers_main_copies_and_zero() -> None:
     case = ("gpt", "pp=1")
-    plain = _memory(case, 0, optimizer="sgd")
+    plain = _memory(case, 0, optimizer=OptimizerState("SGD", 0.0))
     assert plain.optimizer == plain.main_copies == 0
-    assert [_memory(case, 0, optimizer=kind).optimizer for kind in OPTIMIZERS] == [
+    assert [_memory(case, 0, optimizer=OptimizerState("", kind)).optimizer for kind in (0.0, 1.0, 2.0)] == [
         0,
         plain.parameters,
         2 * plain.parameters,
@@ -323,9 +328,42 @@ def test_optimizers_main_copies_and_zero() -> None:
     assert [m.optimizer for m in totals] == [2 * plain.parameters, *[-(-2 * plain.parameters // 4)] * 3]
     assert [m.gradients for m in totals] == [plain.gradients] * 2 + [-(-plain.gradients // 4)] * 2
     assert [m.parameters for m in totals] == [plain.parameters] * 3 + [-(-plain.parameters // 4)]
-    for wrong in ({"optimizer": "adagrad"}, {"zero": 4}, {"shards": 0}):
+    for wrong in ({"zero": 4}, {"shards": 0}):
         with pytest.raises(GraphparError):
             Execution(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "tensors"),
+    [
+        (None, "AdamW", 2.0),
+        (lambda named: torch.optim.AdamW([each for _, each in named]), "AdamW", 2.0),
+        (lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), "SGD", 0.0),
+        (lambda named: torch.optim.SGD([each for _, each in named], lr=0.1, momentum=0.9), "SGD", 1.0),
+        (lambda named: torch.optim.Adafactor([each for _, each in named]), "Adafactor", 0.25),
+        (lambda named: 1 / 0, "AdamW", 2.0),
+    ],
+)
+def test_the_state_of_the_users_optimizer_is_measured(
+    make: Callable[..., Any] | None, name: str, tensors: float
+) -> None:
+    """Adafactor keeps a row and a column of a weight [8, 8], and all of a bias: 16 + 8 of 72, and a column more of [4, 8]."""
+    program = gp.export(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean()
+    )
+    found = with_optimizer(program, make).optimizer
+    expected = (16 + 8 + 12 + 4) / (72 + 36) if name == "Adafactor" else tensors
+    assert (found.name, found.tensors) == (name, pytest.approx(expected, abs=1e-3))
+
+
+def test_an_optimizer_that_needs_values_is_told() -> None:
+    def failing(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([each for _, each in named])  # whose step takes a closure
+
+    program = gp.export(nn.Linear(8, 8), (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
+    found = with_optimizer(program, failing)
+
+    assert found.optimizer.name == "AdamW" and "bytes and seconds are those of AdamW" in found.warnings[-1]
 
 
 def test_main_copies_are_of_low_precision_parameters() -> None:
@@ -350,6 +388,7 @@ def test_inference_keeps_only_what_it_sends() -> None:
     assert memory.transient >= 2 * 64 * 4
 
 
+@pytest.mark.costly
 def test_a_local_boundary_counts_once() -> None:
     """A V schedule hands the middle value over on the same rank: the buffer that holds it is the output itself."""
     case = ("gpt_dropout", "pp=2", "", "ZBVZeroBubble", 1, 8)
@@ -385,7 +424,7 @@ def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, p
             batch[spec.name] = torch.randint(0, spec.values[1] + 1, shape).to(spec.dtype)
     save_file(batch, tmp_path / "batch.safetensors")
     arguments = [str(parts.folder), str(tmp_path / "batch.safetensors"), str(tmp_path)]
-    pool.torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
+    pool.torchrun(Path(__file__).parents[1] / "ranks" / "memory_script.py", arguments, nproc=2, timeout_s=120)
     for file in tmp_path.glob("*.json"):
         place, highest = json.loads(file.read_text())
         memory = _memory(case, place)
@@ -412,6 +451,7 @@ def test_more_microbatches_never_take_less(schedule: str, more: int, kept: list[
             assert activation_peak(table, rank, bare) == (peak_in_flight(table, kept[: 2 * stages])[rank], 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt", "resnet_batchnorm", "mixtral"])
 @pytest.mark.sampled(1 / 2)
 def test_larger_microbatches_never_take_less(name: str) -> None:

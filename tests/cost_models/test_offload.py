@@ -8,17 +8,18 @@ import pytest
 
 import graphpar as gp
 from graphpar.errors import GraphparError
-from graphpar.runtime.offloaded_state import AT_ONCE, PIECE_BYTES
-from tests.programs import example
+from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
+from tests.tools.programs import example
 
 A100 = gp.Cluster.parse("2xA100-SXM-80GB")
 PINNED = {"mesh": {"pp": 2}, "schedule": "1F1B", "microbatch_size": 1, "global_batch": 8, "recompute": "none"}
 
 
 def small(cluster: gp.Cluster, memory_bytes: int) -> gp.Cluster:
-    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes, communicator_bytes=0))
 
 
+@pytest.mark.costly
 def test_state_leaves_the_device_but_for_what_is_updated() -> None:
     program = example("gpt2")
     plain, away = (gp.plan(program, A100, offload=what, **PINNED).predicted for what in ((), "optimizer"))
@@ -81,6 +82,7 @@ def test_the_hosts_memory_is_a_limit_where_it_is_known() -> None:
     assert "does not fit in the hosts of 2xA100-SXM-80GB: a rank has 500 B there" in " ".join(str(plan).split())
 
 
+@pytest.mark.costly
 def test_it_is_among_what_would_let_a_plan_fit() -> None:
     program, one = example("gpt"), gp.Cluster.parse("1xA100")
     pinned = {"microbatch_size": 8, "global_batch": 8, "recompute": "none"}
@@ -97,7 +99,7 @@ def test_it_is_among_what_would_let_a_plan_fit() -> None:
         ({"offload": "optimiser"}, "offload is 'optimiser'; it must be one of .* Did you mean 'optimizer'"),
         ({"offload": 3}, "offload is 3; it must be one of"),
         ({"offload": "activations", "recompute": "selective"}, "offload=activations is unsupported with recompute=selective"),
-        ({"offload": "activations", "compile": True}, "offload=activations with compiled blocks comes in a later version"),
+        ({"offload": "activations", "compile": True}, "offload=activations with compiled blocks is not supported yet"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused(asked: dict[str, object], said: str) -> None:

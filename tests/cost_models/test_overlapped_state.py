@@ -6,8 +6,8 @@ import pytest
 
 from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce, windows
 from graphpar.cost_models.step_costs import StageSeconds
+from graphpar.schedules.action_table import parse_table
 from graphpar.schedules.order import order_of
-from graphpar.schedules.table import parse_table
 
 
 def costs(*each: tuple[float, float]) -> list[StageSeconds]:

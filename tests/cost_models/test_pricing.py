@@ -29,17 +29,18 @@ from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
+from graphpar.ir.program import OptimizerState
 from graphpar.operators.contractions import ONE
-from graphpar.passes.planning.measured_units import units_of
-from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.measured_units import RankUnits
+from graphpar.passes.planning.prices import pricing_of
 from graphpar.passes.sharding.shard import shard
 from graphpar.runtime.mesh import Mesh
-from graphpar.schedules.registry import SCHEDULES
+from graphpar.runtime.schedule_records import SCHEDULES
 from tests.cost_models.test_memory import FAST, parts_of
-from tests.exact_memory import Activations, rank_memory
-from tests.programs import example, example_file, norms_pinned
-from tests.samples import drawn
-from tests.zoo import ZOO
+from tests.models.zoo import ZOO
+from tests.tools.exact_memory import Activations, rank_memory
+from tests.tools.programs import example, example_file, norms_pinned
+from tests.tools.samples import drawn
 
 A100 = DEVICES["A100-SXM-80GB"]
 
@@ -191,6 +192,7 @@ def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, s
     assert seconds(*sizes) >= before * (1 - 1e-12)
 
 
+@pytest.mark.costly
 @given(
     st.floats(1.0, 8.0),
     st.sampled_from(["flops", "memory_bytes_per_s", "intra_node", "inter_node"]),
@@ -225,6 +227,7 @@ def _units(case: tuple[str, str, str]) -> tuple[tuple[Unit, ...], Mesh, Layout]:
     return pricing.units, pricing.mesh, layout
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "tp"), drawn([(name, tp) for name in ("A100-SXM-80GB", "CPU") for tp in (1, 2)], 1, 2)
 )
@@ -243,7 +246,7 @@ def test_a_longer_sequence_never_gets_cheaper(name: str, tp: int) -> None:
 def _attentive(length: int, tp: int) -> tuple[Unit, ...]:
     program = gp.export(Attentive(), (torch.zeros(4, length, 32),), loss_fn=lambda y: y.square().mean())
     lowered = shard(program, gp.plan(program, mesh={"tp": tp}, microbatch_size=2).sharding) if tp > 1 else program
-    return tuple(units_of(lowered, {"tp": tp}))
+    return tuple(RankUnits(lowered, {"tp": tp}).of())
 
 
 class Attentive(nn.Module):
@@ -275,6 +278,7 @@ def test_a_schedule_is_continued_as_it_goes_on(schedule: str, pp: int) -> None:
         assert continued.peak_memory_bytes == pytest.approx(exact.peak_memory_bytes, rel=5e-3)
 
 
+@pytest.mark.costly
 @given(
     device=st.sampled_from(["A100-SXM-80GB", "CPU"]),
     mesh=st.sampled_from(
@@ -414,7 +418,7 @@ def test_the_optimizer_moves_its_state() -> None:
     device = replace(A100, launch_s=0.0)
     (sgd, adam, fused) = (
         Pricing(units, mesh, Cluster.of(device, 1, 1), execution, dtype="fp32").estimate(layout)
-        for execution in (Execution(optimizer="sgd"), Execution(), Execution(fused=True))
+        for execution in (Execution(optimizer=OptimizerState("SGD", 0.0)), Execution(), Execution(fused=True))
     )
     elements = adam.memory[0].parameters / 4
     rate = device.memory_bytes_per_s * device.memory_efficiency
@@ -538,6 +542,7 @@ def test_rows_of_features_that_are_not_whole_take_longer() -> None:
 # ---- bytes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", FAST, ids="-".join)
 @pytest.mark.sampled(1 / 2)
 def test_units_keep_what_their_stages_keep(case: tuple[str, str, str]) -> None:
@@ -564,6 +569,7 @@ def test_tables_of_runs_are_the_sums() -> None:
         assert table.transient[first, after] == pytest.approx(max(forward, backward), abs=4)
 
 
+@pytest.mark.costly
 def test_norms_and_activations_have_a_rate_of_their_own() -> None:
     half = replace(DEVICES["CPU"], memory_efficiency=0.8, function_efficiency=0.4, launch_s=0.0)
     works = [Work({Traffic(Phase.FORWARD, Size(1e6), flag): 1}) for flag in (False, True)]
@@ -597,4 +603,4 @@ def test_attention_over_one_tensor_has_three_operands() -> None:
 def test_a_backward_that_fake_tensors_can_not_run_is_priced_all_the_same() -> None:
     toy = ZOO["index_put"]
     program = gp.export(toy.build, toy.inputs(), loss_fn=toy.loss_fn, targets=toy.targets(), **toy.export)
-    assert all(unit.kind.memory.backward.at(2) > 0 for unit in units_of(program, {}))
+    assert all(unit.kind.memory.backward.at(2) > 0 for unit in RankUnits(program, {}).of())

@@ -6,10 +6,11 @@ A comment before a fenced block says how it is checked:
     <!-- excerpt: examples/gpt2.py -->                      stands in that file
     <!-- emitted: MODEL OPTIONS -> FILE: NAME, NAME -->     those classes and functions of an emitted file
     <!-- printed: graphpar ... -->                          what the command prints, seconds aside
+    <!-- part: graphpar ... -->                             stands in what the command prints
     <!-- table: NAME -->                                    a Markdown table made by a function here
     <!-- train -->                                          typed one after the other, ends with the losses that the page states
 
-``python -m tests.docs.test_docs`` writes the last three anew.
+``python -m tests.docs.test_docs`` writes what is emitted, printed and made by a function anew.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ import pytest
 import torch
 
 import graphpar as gp
-from graphpar.cli.commands import COMMANDS, build_parser
+from benchmarks import architectures as benchmark
 from graphpar.cli.main import main
+from graphpar.cli.parser import COMMANDS, build_parser
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
 from graphpar.runtime.options import Decisions, options_of
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.schedules.action_table import parse_table, validate_table
 from graphpar.schedules.order import check_deadlock
-from graphpar.schedules.registry import SCHEDULES, action_table
+from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import peak_in_flight, simulate
-from graphpar.schedules.table import parse_table, validate_table
-from tests.samples import drawn
+from tests.models import architectures
+from tests.tools.samples import drawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -221,6 +225,7 @@ def _timeless(text: str) -> str:
 # ---- tests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=page_name)
 @pytest.mark.sampled(2 / 3)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +246,23 @@ def _generated() -> list[Any]:
 def test_what_is_shown_is_what_is_written_now(block: Block) -> None:
     expected = MAKERS[block.kind](block.argument)
     assert _timeless(block.text) == _timeless(expected), "run: python -m tests.docs.test_docs"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.kind == "part"], ids=str)
+def test_parts_stand_in_what_is_printed(block: Block) -> None:
+    assert _timeless(block.text) in _timeless(printed(block.argument))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", drawn(list(architectures.ALL), 1, 6))
+def test_a_row_of_the_table_of_architectures_is_what_is_compiled(name: str) -> None:
+    """Rounding and remarks aside."""
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "architectures.md").read_text().splitlines()]
+    shown = {row[0]: row[1:5] for row in rows if row[0] in architectures.ALL}
+    row, _ = benchmark.compiled(name, {"tp": 2})
+
+    assert list(shown) == list(architectures.ALL)
+    assert benchmark._cells(row)[1:5] == shown[name]
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if b.kind == "excerpt"], ids=str)
@@ -280,6 +302,7 @@ COMPILED = {
 """Commands that compile a model, each once."""
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("command", drawn(list(COMPILED), 9, 18))
 def test_compile_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -291,7 +314,7 @@ def test_compile_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.
     assert main(COMPILED[command]) == 0
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fresh folder, but for the number of steps, and with a port that is free."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

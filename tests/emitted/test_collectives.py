@@ -18,9 +18,9 @@ from graphpar.emitted import collectives
 from graphpar.operators.transitions import TABLE, Cost, collective_cost, path
 from graphpar.runtime.layout import I, P, R, Shard, Type, joined, local_size, shard_of
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
-from tests import collectives_fixture as fixture
-from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
-from tests.rank_pool import RankPool
+from tests.ranks import collectives_script as fixture
+from tests.ranks.collectives_script import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
+from tests.tools.rank_pool import RankPool
 
 TIMEOUT_S = 60.0
 Results = list[dict[str, Tensor]]

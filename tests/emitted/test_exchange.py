@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests import exchange_fixture as fixture
-from tests.exchange_fixture import EXPERTS, LOADS, WIDTH, inputs
-from tests.rank_pool import RankPool
+from tests.ranks import exchange_script as fixture
+from tests.ranks.exchange_script import EXPERTS, LOADS, WIDTH, inputs
+from tests.tools.rank_pool import RankPool
 
 RANKS = 4
 
@@ -34,6 +34,7 @@ def test_rows_get_what_their_experts_make_of_them_and_gradients_are_whole(
     _check(results, name)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 5)
 @pytest.mark.parametrize("name", LOADS)
 def test_the_exchange_compiles_whole(name: str, tmp_path: Path, pool: RankPool) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
-from tests.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, architecture
-from tests.samples import sample
-from tests.zoo_programs import check, compiled, verified
+from tests.models.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, architecture
+from tests.models.zoo_programs import check, compiled, verified
+from tests.tools.samples import sample
 
 SAMPLE = sample(ARCHITECTURES, 10)
 

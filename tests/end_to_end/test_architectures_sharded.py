@@ -9,14 +9,14 @@ import functools
 
 import pytest
 
-from tests.architectures import ALL
+from tests.models.architectures import ALL
 
 pytest.importorskip("transformers")
 
 import graphpar as gp
 from benchmarks.architectures import Row, compiled, measured, verified
 from graphpar.verification import verify_all
-from tests.samples import sample
+from tests.tools.samples import sample
 
 MESH = {"tp": 2}
 # Queries, keys and values sliced from one product; weights used as weight.T with one shared key; grouped convolutions; T5's two halves.
@@ -43,6 +43,7 @@ def _check(row: Row) -> None:
     assert row.flops is not None and row.flops > 0.5, (row.flops, row.reason)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize("name", FAST)
 def test_architecture_is_sharded_and_exact(name: str) -> None:

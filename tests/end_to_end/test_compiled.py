@@ -21,16 +21,16 @@ import graphpar as gp
 from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weights
-from graphpar.runtime.compiled import SPLIT, check_compiles
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.stages.compiled import check_compiles
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
-from graphpar.schedules.registry import SCHEDULES
 from graphpar.verification.tolerances import PRECISIONS
-from tests.end_to_end import compiled_fixture
-from tests.programs import LARGE, SMALL, example, example_file
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.ranks import compiled_script
+from tests.tools.programs import LARGE, SMALL, example, example_file
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 MESHES: dict[str, dict[str, Any]] = {
     "one": {"devices": 1},
@@ -61,7 +61,7 @@ def compared(
     nproc: int = 2,
     double: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """What :mod:`compiled_fixture` says of examples' programs, in float64 if ``double``, on each of their meshes."""
+    """What :mod:`compiled_script` says of examples' programs, in float64 if ``double``, on each of their meshes."""
     if not COMPILES_COLLECTIVES:
         left = {name: [mesh for mesh in meshes if mesh not in ("tp", "cp", "ep")] for name, meshes in cases.items()}
         cases = {name: meshes for name, meshes in left.items() if meshes}
@@ -73,7 +73,7 @@ def compared(
         weights = {key: value.clone() for key, value in initial_weights(file).items()}
         save_file(weights, folder / "weights.safetensors")
         save_file(example_batch(file, load_manifest(folder / meshes[0]).inputs), folder / "batch.safetensors")
-    pool.torchrun(Path(compiled_fixture.__file__), [str(tmp_path), backend], nproc=nproc, timeout_s=1500)
+    pool.torchrun(Path(compiled_script.__file__), [str(tmp_path), backend], nproc=nproc, timeout_s=1500)
     seen: dict[str, dict[str, Any]] = json.loads((tmp_path / "rank_0.json").read_text())
     assert seen.keys() == {f"{name} {mesh}" for name, meshes in cases.items() for mesh in meshes}
     return seen
@@ -90,7 +90,7 @@ def check(seen: Mapping[str, Mapping[str, Any]], dtype: torch.dtype = torch.floa
     for name, found in seen.items():
         assert found["gradients"], (name, found)
         hooked = "hooked" in name  # one block is unlike the others after the first step
-        assert found["graphs"] == [found["kinds"], *[found["kinds"] + hooked] * (compiled_fixture.STEPS - 1)], (
+        assert found["graphs"] == [found["kinds"], *[found["kinds"] + hooked] * (compiled_script.STEPS - 1)], (
             name,
             found,
         )
@@ -120,12 +120,12 @@ def check_fused(cases: Mapping[str, Sequence[str]], tmp_path: Path, pool: RankPo
         check(compared(again, "inductor", tmp_path / "fp64", pool, nproc, double=True), torch.float64)
 
 
-@pytest.mark.sampled(1 / 2, of="compiled blocks")
+@pytest.mark.costly
 def test_compiled_blocks_train_as_others(tmp_path: Path, pool: RankPool) -> None:
     check(compared({"gpt": ["tp", "zero 1", "recomputed", "1F1B"]}, "aot_eager", tmp_path, pool))
 
 
-@pytest.mark.sampled(1 / 2, of="compiled blocks")
+@pytest.mark.costly
 def test_blocks_of_examples_are_compiled_whole_and_once(tmp_path: Path, pool: RankPool) -> None:
     names = sample(["gpt_dropout", "mixtral", "resnet", "vit", "head_first", "two_towers"], 1)
     check(compared({"gpt": ["hooked"]} | {name: ["one"] for name in names}, "aot_eager", tmp_path, pool, nproc=1))
@@ -191,7 +191,6 @@ def test_blocks_of_large_examples_are_taken_whole(name: str, tmp_path: Path, mon
 
 def test_what_cant_be_compiled_is_refused(tmp_path: Path) -> None:
     program, cpu = example("gpt"), torch.device("cpu")
-    assert set(SPLIT) == {name for name, row in SCHEDULES.items() if row.splits_backward and row.torch_class}
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         plan = gp.plan(program, mesh={"pp": 2}, schedule=schedule)
         manifest = load_manifest(gp.partition(program, plan).save(tmp_path / schedule))
@@ -217,9 +216,9 @@ def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
     manifest = load_manifest(
         gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"tp": 2})).save(tmp_path / "tp")
     )
-    monkeypatch.setattr("graphpar.runtime.compiled.COMPILES_COLLECTIVES", False)
+    monkeypatch.setattr("graphpar.runtime.stages.compiled.COMPILES_COLLECTIVES", False)
     with pytest.raises(
-        RuntimeProgramError, match=r"loses collectives in blocks that it compiles; take torch 2\.13 or later"
+        RuntimeProgramError, match=r"loses collectives in blocks that it compiles; use torch 2\.13 or later"
     ):
         check_compiles(manifest, "inductor", torch.device("cpu"))
 
@@ -228,6 +227,6 @@ def test_the_search_takes_a_plan_that_can_be_compiled() -> None:
     program = example("gpt")
     free = gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64)
     asked = gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64, compile=True)
-    assert free.schedule in SPLIT  # else nothing is left out
-    assert asked.schedule not in SPLIT
+    assert SCHEDULES[free.schedule].splits_backward  # else nothing is left out
+    assert not SCHEDULES[asked.schedule].splits_backward
     assert set(asked.recompute.values() if isinstance(asked.recompute, dict) else [asked.recompute]) <= {"none", "full"}

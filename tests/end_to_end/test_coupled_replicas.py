@@ -11,9 +11,9 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.verification import Reference, reference_for, verify_all
 from graphpar.verification.type_check import check_folder
-from tests.coupled_models import MODELS, case
-from tests.samples import sample
-from tests.whole_modules import with_whole_modules
+from tests.models.coupled_models import MODELS, case
+from tests.models.whole_modules import with_whole_modules
+from tests.tools.samples import sample
 
 MESHES = {
     "dp2": {"dp_replicate": 2},
@@ -52,6 +52,7 @@ def _exact(names: list[str], mesh: str) -> None:
         assert max(outcome.max_error.values()) < 1e-5, (name, outcome.max_error)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_replicas_are_exact(name: str) -> None:
@@ -59,6 +60,7 @@ def test_two_replicas_are_exact(name: str) -> None:
     _exact([name], "dp2")
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", ["resnet", "clip", "router"])
 def test_with_sharded_state_they_are_exact(name: str) -> None:
@@ -74,6 +76,7 @@ def test_more_replicas_and_other_axes_are_exact(mesh: str) -> None:
     _exact(list(MODELS), mesh)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", ["dp2 x tp2", "shard2"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(1 / 3)
@@ -87,7 +90,7 @@ def test_the_types_of_emitted_text(name: str, mesh: str, tmp_path: Path) -> None
 def test_what_is_written() -> None:
     """Statistics and features are gathered; what examples don't share stays on its replica."""
     resnet = parts("resnet", "dp2").files["stage_0.py"]
-    assert "sync_batch_norm(\n            F.conv2d(x, self.stem.weight" in resnet
+    assert "sync_batch_norm(\n                self.stem(x)" in resnet
     clip = parts("clip", "dp2").files["stage_0.py"]
     assert clip.count("all_gather(") == 1 and "(images" in clip
 
@@ -111,6 +114,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(2 / 5)
 def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
@@ -124,12 +128,13 @@ def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
     assert outcome.max_error, outcome.problems  # it ran
 
 
+@pytest.mark.costly
 def test_microbatches_stay_refused_unless_allowed() -> None:
     with pytest.raises(
         GraphparError, match="can't be split into 2 microbatches: examples depend on each other: batch_norm"
     ):
         gp.plan(program("resnet"), mesh={"dp_replicate": 2}, microbatch_size=2)
-    with pytest.raises(GraphparError, match="can't be split into 2 microbatches: the loss"):
+    with pytest.raises(GraphparError, match=r"microbatches: the loss .*matmul mixes examples \(.*py:\d+\)\. Use one"):
         gp.plan(program("clip"), mesh={"dp_replicate": 2}, microbatch_size=2, allow_batch_coupling=True)
     plan = gp.plan(program("resnet"), mesh={"dp_replicate": 2}, microbatch_size=2, allow_batch_coupling=True)
     assert plan.microbatches == 2 and plan.sharding.degrees == {"dp_replicate": 2}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.runtime.errors import LaunchError
-from tests.rank_pool import RankPool
+from tests.tools.rank_pool import RankPool
 
 TEXT = Path(__file__).parents[2] / "examples" / "texts" / "paradise_lost.txt"
 PLANS: Mapping[str, tuple[int, Mapping[str, int], Mapping[str, object]]] = {
@@ -98,6 +98,7 @@ def expected(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("plan", ["dp", "pp", pytest.param("dp_tp", marks=pytest.mark.slow)])
 def test_every_rank_loads_its_rows_of_the_same_batches(
     plan: str, folder: Path, expected: list[float], pool: RankPool
@@ -117,11 +118,13 @@ def test_another_plan_goes_on_with_the_next_batches(
     assert before + after == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.costly
 def test_a_text_that_is_missing_ends_all_ranks_with_one_sentence(folder: Path, pool: RankPool) -> None:
-    with pytest.raises(LaunchError, match=r"gone\.txt is not there$"):
+    with pytest.raises(LaunchError, match=r"there is no file .*gone\.txt; give --data one that exists$"):
         _losses(folder, "dp", pool, "--data", "gone.txt")
 
 
+@pytest.mark.costly
 def test_tokens_that_the_model_does_not_know_end_all_ranks_with_one_sentence(
     folder: Path, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_tokens_that_the_model_does_not_know_end_all_ranks_with_one_sentence(
             _losses(folder, plan, pool, "--batch", str(tmp_path / "batch.safetensors"))
 
 
+@pytest.mark.costly
 def test_another_length_is_another_program_for_the_same_weights(
     folder: Path, expected: list[float], pool: RankPool, tmp_path: Path
 ) -> None:

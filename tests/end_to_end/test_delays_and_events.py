@@ -19,13 +19,12 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.runtime.delays import POINTS, VARIABLE, read_delays
+from graphpar.runtime.debugging.events import DELAY_VARIABLE, EVENTS_VARIABLE, POINTS, read_delays
+from graphpar.runtime.debugging.idle import left_in_schedule
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.events import VARIABLE as EVENTS
-from graphpar.runtime.idle import left_in_schedule
-from graphpar.runtime.schedules import NAMES
-from tests import steps_fixture
-from tests.rank_pool import RankPool
+from graphpar.runtime.schedule_records import SCHEDULES
+from tests.ranks import steps_script
+from tests.tools.rank_pool import RankPool
 
 ROWS, RANKS, STEPS = 8, 2, 3
 CPU = torch.device("cpu")
@@ -99,7 +98,7 @@ def batch() -> dict[str, Tensor]:
 def trained(model: nn.Module, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """The same steps on one device."""
     model = copy.deepcopy(model)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=steps_fixture.LEARNING_RATE), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=steps_script.LEARNING_RATE), []
     x, y = batch().values()
     for _ in range(steps):
         loss = nn.functional.mse_loss(model(x), y)
@@ -140,7 +139,7 @@ class Ran:
         """Run all of them."""
         file = self.folder / "cases.json"
         file.write_text(json.dumps(self.cases))
-        self.pool.torchrun(Path(steps_fixture.__file__), [str(file)], nproc=RANKS, timeout_s=timeout_s)
+        self.pool.torchrun(Path(steps_script.__file__), [str(file)], nproc=RANKS, timeout_s=timeout_s)
 
     def saw(self, name: str) -> list[dict[str, Any]]:
         """What each rank saw."""
@@ -227,7 +226,7 @@ def _delays(milliseconds: float, where: str) -> dict[str, str]:
 def _add_orders(ran: Ran, orders: Mapping[str, tuple[nn.Module, dict[str, Any]]]) -> None:
     for name, (model, asked) in orders.items():
         ran.emit(name, model, **ONE, **asked)
-        ran.add(name, name, {EVENTS: str(ran.folder / f"{name}.events")})
+        ran.add(name, name, {EVENTS_VARIABLE: str(ran.folder / f"{name}.events")})
 
 
 @pytest.fixture(scope="module")
@@ -237,20 +236,20 @@ def ran(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for name, asked in PROGRAMS.items():
         ran.emit(name, Layered(), **asked)
         for where in WHERE:
-            ran.add(f"{name}-all{where}", name, {VARIABLE: _delays(1, where)["all"]})
+            ran.add(f"{name}-all{where}", name, {DELAY_VARIABLE: _delays(1, where)["all"]})
         for point in AT.get(name, ()):
-            ran.add(f"{name}-{point}", name, {VARIABLE: f"{point}:60@rank0"}, steps=1)
+            ran.add(f"{name}-{point}", name, {DELAY_VARIABLE: f"{point}:60@rank0"}, steps=1)
         if name in LEFT:
             ran.add(name, name, fails="layers.1")
             ran.add(f"{name}-infers", name, infers=True)
             ran.add(f"{name}-moves", name, moves=True)
-        ran.add(f"{name}-events", name, {EVENTS: str(ran.folder / f"{name}-events.events")})
+        ran.add(f"{name}-events", name, {EVENTS_VARIABLE: str(ran.folder / f"{name}-events.events")})
     _add_orders(ran, ORDERS)
     ran.programs["unwaited"] = ran.folder / "unwaited"
     shutil.copytree(ran.programs["zero3"], ran.programs["unwaited"])
     file = ran.programs["unwaited"] / "stage_0.py"
     file.write_text(file.read_text() + UNWAITED)
-    ran.add("unwaited", "unwaited", {VARIABLE: "before_gather:30@rank1"})
+    ran.add("unwaited", "unwaited", {DELAY_VARIABLE: "before_gather:30@rank1"})
     ran.run()
     return ran
 
@@ -258,6 +257,7 @@ def ran(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 # ---- delays ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_delays_change_nothing(ran: Ran, name: str) -> None:
     for where in WHERE:
@@ -271,19 +271,21 @@ def test_each_delay_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
         ran.emit(name, Layered(), **asked)
         for where, milliseconds in itertools.product(WHERE, (5, 50)):
             for point, text in _delays(milliseconds, where).items():
-                ran.add(f"{name}-{point}-{milliseconds}{where}", name, {VARIABLE: text})
+                ran.add(f"{name}-{point}-{milliseconds}{where}", name, {DELAY_VARIABLE: text})
     ran.run(600)
 
     for case in ran.cases:
         ran.check(case["name"], Layered())
 
 
+@pytest.mark.costly
 def test_a_step_takes_at_least_the_delay(ran: Ran) -> None:
     for name, points in AT.items():
         for point in points:
             assert ran.saw(f"{name}-{point}")[0]["seconds"][0] > 0.06, point
 
 
+@pytest.mark.costly
 def test_a_missing_wait_is_found(ran: Ran) -> None:
     with pytest.raises(AssertionError):
         ran.check("unwaited", Layered())
@@ -294,7 +296,7 @@ def test_a_missing_wait_is_found(ran: Ran) -> None:
     ["after_lost:20", "after_loss", "after_loss:x", "after_loss:-5", "after_loss:20@1", "after_loss:20@rankx", ":5"],
 )
 def test_delays_that_are_no_delays(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setenv(DELAY_VARIABLE, text)
 
     with pytest.raises(RuntimeProgramError, match="the points are after_loss, before_reduce, before_free") as caught:
         read_delays(0, CPU, 2)
@@ -302,14 +304,14 @@ def test_delays_that_are_no_delays(monkeypatch: pytest.MonkeyPatch, text: str) -
 
 
 def test_delays_of_other_ranks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "after_loss:20@rank1, before_free:1.5@rank1")
+    monkeypatch.setenv(DELAY_VARIABLE, "after_loss:20@rank1, before_free:1.5@rank1")
 
     assert read_delays(1, CPU, 2)
     assert not read_delays(0, CPU, 2)
 
 
 def test_delays_of_a_rank_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "after_loss:20@rank2")
+    monkeypatch.setenv(DELAY_VARIABLE, "after_loss:20@rank2")
 
     with pytest.raises(RuntimeProgramError, match="has 'after_loss:20@rank2', but the ranks are 0 to 1"):
         read_delays(0, CPU, 2)
@@ -318,6 +320,7 @@ def test_delays_of_a_rank_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- nothing is left ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_broken_step_leaves_is_listed(ran: Ran, name: str) -> None:
     for rank, saw in enumerate(ran.saw(name)):
@@ -326,11 +329,13 @@ def test_what_a_broken_step_leaves_is_listed(ran: Ran, name: str) -> None:
         assert [part for part in LEFT[name] if part not in message] == [], message
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LEFT)
 def test_nothing_is_left_after_a_step_or_an_inference(ran: Ran, name: str) -> None:
     ran.check(f"{name}-infers", Layered())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LEFT)
 def test_a_stage_that_was_moved_is_refused(ran: Ran, name: str) -> None:
     for saw in ran.saw(f"{name}-moves"):
@@ -348,17 +353,17 @@ def test_what_a_schedule_keeps_is_listed() -> None:
 
     assert list(left_in_schedule(SimpleNamespace(unshard_ops={2: []}, bwd_recv_ops={}), stages)) == [
         "stage 2 keeps activations that wait for their backward: microbatches 1, 3",
-        "stage 2 keeps backwards of weights that were put off: microbatches 0",
+        "stage 2 keeps postponed backwards of weights: microbatches 0",
         "the schedule keeps gathers of stages: 2",
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [*NAMES, "ZB-H1"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_nothing_is_left_by_any_schedule(pool: RankPool, tmp_path: Path, schedule: str) -> None:
     ran = Ran(pool, tmp_path)
     ran.emit("program", Layered(4), {"pp": 2}, schedule=schedule)
-    ran.add("program", "program", {VARIABLE: _delays(1, "@rank1")["all"]})
+    ran.add("program", "program", {DELAY_VARIABLE: _delays(1, "@rank1")["all"]})
     ran.run()
 
     ran.check("program", Layered(4))
@@ -391,6 +396,7 @@ def _most_alive(events: list[tuple[str, str]]) -> int:
     return most
 
 
+@pytest.mark.costly
 def test_the_order_of_three_units(ran: Ran) -> None:
     """One ahead, before the backward of each: as FSDP2 has it, here in the order of the program."""
     events = ran.events("zero3-events")
@@ -411,6 +417,7 @@ def test_the_order_of_three_units(ran: Ran) -> None:
 ENCODER_DECODER = [f"{part}.{index}" for part in ("decoder", "encoder") for index in reversed(range(6))]
 
 
+@pytest.mark.costly
 def test_the_order_of_an_encoder_and_a_decoder(ran: Ran) -> None:
     events = ran.events("reading")
     assert [unit for _, unit in _backward(events, "gather")] == ENCODER_DECODER
@@ -419,6 +426,7 @@ def test_the_order_of_an_encoder_and_a_decoder(ran: Ran) -> None:
     assert _most_alive(events) == 2
 
 
+@pytest.mark.costly
 def test_the_order_of_gathers_after_each_backward(ran: Ran) -> None:
     """The first unit is gathered ahead too, when the backward begins: nothing computes before it."""
     events = ran.events("reading-post")
@@ -430,6 +438,7 @@ def test_the_order_of_gathers_after_each_backward(ran: Ran) -> None:
     assert _most_alive(events) == 1
 
 
+@pytest.mark.costly
 def test_no_gather_ahead(ran: Ran) -> None:
     events = ran.events("three-none")
     for index, (event, unit) in enumerate(events):
@@ -437,12 +446,14 @@ def test_no_gather_ahead(ran: Ran) -> None:
     assert _most_alive(events) == 1
 
 
+@pytest.mark.costly
 def test_a_unit_that_is_used_twice_is_gathered_at_need(ran: Ran) -> None:
     events = ran.events("reused")
     assert [unit for _, unit in _backward(events, "gather")] == [f"layers.{index}" for index in (3, 2, 1, 0, 0)]
     assert _most_alive(events) == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ORDERS)
 def test_gathers_ahead_change_nothing(ran: Ran, name: str) -> None:
     ran.check(name, ORDERS[name][0])
@@ -461,6 +472,7 @@ def test_more_orders(pool: RankPool, tmp_path: Path) -> None:
             assert _most_alive(ran.events(name, rank, step)) <= 1 + distance, name
 
 
+@pytest.mark.costly
 def test_events_of_replicas_and_of_a_pipeline(ran: Ran) -> None:
     events = ran.events("replicas-events")
     assert [event for event, _ in events if event.startswith("reduce")] == ["reduce", "reduce_done"]

@@ -19,8 +19,8 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.report.report import render
 from graphpar.verification import reference_for, verify_all
-from tests import ddp_fixture
-from tests.rank_pool import RankPool
+from tests.ranks import ddp_script
+from tests.tools.rank_pool import RankPool
 
 ROWS, LENGTH, WORDS, RANKS = 8, 5, 11, 2
 IGNORED = -100
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, int], bool]] = {
 }
 
 
-@pytest.mark.sampled(1 / 2, of="beside loops by hand")
+@pytest.mark.costly
 def test_it_is_what_ddp_computes(pool: RankPool, tmp_path: Path) -> None:
     x, y = batch()
     for name, (loss, mesh, dp_mean) in CASES.items():
@@ -109,7 +109,7 @@ def test_it_is_what_ddp_computes(pool: RankPool, tmp_path: Path) -> None:
         target = next(entry.name for entry in parts.program.inputs if entry.name != "x")
         save_file({"x": x, target: y}, tmp_path / name / "batch.safetensors")
     folders = [str(tmp_path / name) for name in CASES]
-    pool.torchrun(Path(ddp_fixture.__file__), folders, nproc=RANKS, timeout_s=120)
+    pool.torchrun(Path(ddp_script.__file__), folders, nproc=RANKS, timeout_s=120)
 
     for name, (_, _, dp_mean) in CASES.items():
         for rank in range(RANKS):
@@ -133,6 +133,7 @@ MORE_MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.costly
 def test_verify_compares_with_the_same_loss() -> None:
     model = Language(0.2)
     parts = [
@@ -155,6 +156,7 @@ def test_verify_on_more_meshes() -> None:
         assert outcome.ok, (each.plan.mesh, outcome.problems)
 
 
+@pytest.mark.costly
 def test_a_program_of_the_other_loss_is_found(tmp_path: Path) -> None:
     parts = parts_of(mean, {"dp_replicate": 2}, dp_mean=True)
     folder = parts.save(tmp_path / "program")
@@ -172,6 +174,7 @@ def _printed(parts: gp.Parts) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
+@pytest.mark.costly
 def test_it_is_said_and_kept(tmp_path: Path) -> None:
     parts = parts_of(mean, {"dp_replicate": 2}, dp_mean=True)
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 import graphpar as gp
 from graphpar.runtime.manifest import load_manifest
-from tests import architectures
-from tests.end_to_end import evaluation_fixture
-from tests.rank_pool import RankPool
+from tests.models import architectures
+from tests.ranks import evaluation_script
+from tests.tools.rank_pool import RankPool
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp": ("bert_dropout", {"mesh": {"dp_replicate": 2, "tp": 2}}, {}),
@@ -44,7 +44,7 @@ def test_evaluation_and_own_rows_on_every_kind_of_mesh(tmp_path: Path, pool: Ran
         save_file(dict(zip(inputs, (*kwargs.values(), *(t.clone() for t in targets)))), out / "batch.safetensors")
         with torch.no_grad():
             expected[case] = float(loss_fn(model(**kwargs), *targets))
-    pool.torchrun(Path(evaluation_fixture.__file__), [str(tmp_path)], nproc=4, timeout_s=500)
+    pool.torchrun(Path(evaluation_script.__file__), [str(tmp_path)], nproc=4, timeout_s=500)
     ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(4)]
 
     for case, (_, _, precision) in CASES.items():

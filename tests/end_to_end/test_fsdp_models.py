@@ -11,10 +11,10 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests import fsdp_fixture
-from tests.fsdp_models import MODELS
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.models.fsdp_models import MODELS
+from tests.ranks import fsdp_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 BY_HAND = [name for name in MODELS if name not in ("dropout", "norm over examples")]
 """Each of the others needs what a rank does not know by itself: the masks of all examples, the scales of its own."""
@@ -51,14 +51,14 @@ def _as_by_hand(cases: list[tuple[str, str]], out: Path, pool: RankPool) -> None
         folder = _parts(name, mesh).save(out / f"program_{number}", weights=MODELS[name].model().state_dict())
         arguments += [name, str(folder)]
     ranks = _parts(*cases[0]).plan.mesh.size
-    pool.torchrun(Path(fsdp_fixture.__file__), [str(out), *arguments], nproc=ranks, timeout_s=300)
+    pool.torchrun(Path(fsdp_script.__file__), [str(out), *arguments], nproc=ranks, timeout_s=300)
     for rank in range(ranks):
         report = json.loads((out / f"rank_{rank}.json").read_text())
         for case, errors in zip(cases, report.values(), strict=True):
             assert max(errors.values()) < 2e-5, (case, errors)
 
 
-@pytest.mark.sampled(1 / 2, of="beside loops by hand")
+@pytest.mark.costly
 def test_as_data_parallelism_by_hand(tmp_path: Path, pool: RankPool) -> None:
     _as_by_hand(SAMPLE, tmp_path, pool)
 
@@ -75,7 +75,7 @@ def _exact(cases: list[tuple[str, str]]) -> None:
         assert max(outcome.max_error.values()) < 1e-5, (case, outcome.max_error)
 
 
-@pytest.mark.sampled(1 / 2, of="beside loops by hand")
+@pytest.mark.costly
 def test_what_ranks_do_not_know_is_exact() -> None:
     _exact([("dropout", "zero 2"), ("norm over examples", "zero 3"), ("norm over examples", "replicas")])
 

@@ -39,9 +39,9 @@ import graphpar as gp
 from graphpar.parts import untied
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
-from tests import generation_fixture
-from tests.generation_fixture import NEW
-from tests.rank_pool import RankPool
+from tests.ranks import generation_script
+from tests.ranks.generation_script import NEW
+from tests.tools.rank_pool import RankPool
 
 VOCABULARY, LENGTH = 211, 44
 SLIDING = 6
@@ -154,9 +154,9 @@ def check(cases: list[tuple[str, dict[str, int], int]], ranks: int, folder: Path
         memories = parts.compilation.estimate.memory
         caches[names[-1]] = {memory.cache // plan.microbatches for memory in memories}
         save_file(untied(built(name).state_dict()), str(folder / f"{names[-1]}.safetensors"))
-    pool.torchrun(Path(generation_fixture.__file__), [str(folder), *names], nproc=ranks, timeout_s=300)
+    pool.torchrun(Path(generation_script.__file__), [str(folder), *names], nproc=ranks, timeout_s=300)
     drawn: dict[str, list[list[int]]] = {}
-    for (name, _, _), label in zip(cases, names):
+    for (name, mesh, _), label in zip(cases, names):
         wanted = expected(built(name))
         for rank in range(ranks):
             seen = json.loads((folder / f"{label}-rank_{rank}.json").read_text())
@@ -164,6 +164,9 @@ def check(cases: list[tuple[str, dict[str, int], int]], ranks: int, folder: Path
             assert seen["one"] == [wanted[0][:4]]
             assert drawn.setdefault(name, seen["drawn"]) == seen["drawn"], (label, rank)
             assert seen["cache"] in caches[label]
+            if "pp" in mesh:  # tokens wait for no window of another group, nor a window for them
+                over = {kind: set(groups) for kind, groups in seen["messages"].items()}
+                assert over["tokens"] and over["activations"] and not over["tokens"] & over["activations"]
         assert drawn[name] != wanted and all(len(tokens) == NEW for tokens in drawn[name])
 
 
@@ -175,6 +178,7 @@ CASES: list[tuple[str, dict[str, int], int]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_are_those_of_transformers(
@@ -185,7 +189,7 @@ def test_tokens_are_those_of_transformers(
 
 WRONG_PROMPTS = """
 import sys
-from graphpar.runtime.generation import Generator
+from graphpar.runtime.generation.generator import Generator
 _honest = Generator._groups
 
 
@@ -207,6 +211,7 @@ def edited(folder: Path, to: Path, file: str, change: Callable[[str], str]) -> P
     return to
 
 
+@pytest.mark.costly
 def test_a_replica_that_takes_the_wrong_prompts_is_found(pool: RankPool, tmp_path: Path) -> None:
     program = program_of("gpt2", 2)
     parts = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))
@@ -226,6 +231,7 @@ def test_a_replica_that_takes_the_wrong_prompts_is_found(pool: RankPool, tmp_pat
     assert not shifted.ok and shifted.max_error["output"] > 0.1, str(shifted)
 
 
+@pytest.mark.costly
 def test_check_of_replicas_finds_rows_that_are_summed(tmp_path: Path) -> None:
     program = program_of("gpt2", 2)
     folder = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2, "tp": 2})).save(tmp_path / "honest")
@@ -291,7 +297,7 @@ def test_weights_of_a_checkpoint_of_training_under_another_plan(pool: RankPool, 
     gp.partition(trained, plan).save(tmp_path / "trained", weights=model.state_dict())
     program = program_of("llama", 4)
     gp.partition(program, gp.plan(program, mesh={"tp": 2})).save(tmp_path / "written")
-    pool.torchrun(Path(generation_fixture.__file__), [str(tmp_path), "written"], nproc=2, timeout_s=300)
+    pool.torchrun(Path(generation_script.__file__), [str(tmp_path), "written"], nproc=2, timeout_s=300)
     model.load_state_dict(load_file(tmp_path / "trained.safetensors"))
     wanted = expected(model)
     assert wanted != expected(built("llama"))

@@ -18,10 +18,10 @@ pytest.importorskip("transformers")
 import graphpar as gp
 from graphpar.passes.normalize import idioms
 from graphpar.verification import Verification
-from tests import architectures
-from tests.samples import sample
-from tests.zoo import ZOO
-from tests.zoo_programs import WHOLE, check, verified
+from tests.models import architectures
+from tests.models.zoo import ZOO
+from tests.models.zoo_programs import WHOLE, check, verified
+from tests.tools.samples import sample
 
 PASSES = ("idioms", "outline", "share_helpers")
 IDIOMS = tuple(idiom.name for idiom in idioms.IDIOMS)

@@ -15,7 +15,7 @@ import pytest
 
 import graphpar as gp
 from graphpar.cli.main import main
-from tests.samples import sample
+from tests.tools.samples import sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
@@ -16,7 +17,7 @@ from graphpar.cost_models.pipeline_units import JoinedUnits
 from graphpar.hardware.cluster import Cluster
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.planning.prices import pricing_of
 
 RANKS, TOKENS = 4, 8192
 CLUSTER = f"{RANKS}xH100-SXM-80GB"
@@ -61,6 +62,7 @@ def _squared(parts: gp.Parts) -> list[str]:
     return found
 
 
+@pytest.mark.costly
 def test_no_value_of_a_rank_is_of_the_sequence_squared() -> None:
     parts = _parts()
     assert not _squared(parts)
@@ -76,6 +78,7 @@ def test_the_emitted_program_has_no_mask() -> None:
         assert not re.search(rf"\b({TOKENS}|{TOKENS // RANKS})\b[^\]\n]*, ({TOKENS}|{TOKENS // RANKS})\b", text)
 
 
+@pytest.mark.costly
 def test_without_the_idioms_there_are_such_values() -> None:
     assert _squared(_parts(("idioms",)))
 
@@ -90,6 +93,7 @@ def _memory(tokens: int) -> tuple[int, ...]:
     return joined.inside, joined.forward, joined.backward
 
 
+@pytest.mark.costly
 def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
     for half, whole in zip(_memory(TOKENS // 2), _memory(TOKENS)):
         assert 0 < whole <= 2.01 * half

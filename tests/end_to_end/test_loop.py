@@ -14,11 +14,12 @@ from torch.optim import lr_scheduler
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.runtime import LaunchError, Log, RuntimeProgramError, count, load_manifest
-from graphpar.runtime import log as log_module
-from graphpar.runtime.balance import Balance
-from graphpar.runtime.lr_schedules import build_lr_schedule
-from tests.programs import example, example_file
-from tests.rank_pool import RankPool
+from graphpar.runtime.checkpoints.folders import is_in
+from graphpar.runtime.training import log as log_module
+from graphpar.runtime.training.balance import Balance
+from graphpar.runtime.training.lr_schedules import build_lr_schedule
+from tests.tools.programs import example, example_file
+from tests.tools.rank_pool import RankPool
 
 GPT = str(example_file("gpt").path)
 
@@ -38,16 +39,21 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.costly
 def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path, tmp_path: Path) -> None:
     file, history = tmp_path / "log.jsonl", tmp_path / "history.json"
     options = ["--log-file", file, "--json", history, "--accumulate", 2]
-    run(pool, program, "--steps", 4, *options, "--log-every", 3, "--eval-every", 2, "--eval-batches", 2)
+    saving = ["--checkpoint", tmp_path / "ck", "--checkpoint-every", 3, "--checkpoint-async"]
+    run(pool, program, "--steps", 4, *options, *saving, "--log-every", 3, "--eval-every", 2, "--eval-batches", 2)
     run(pool, program, "--steps", 1, *options)
 
     steps = [record for record in records(file) if "loss" in record]
     held_out = [record for record in records(file) if "held_out_loss" in record]
     assert [record["step"] for record in steps] == [0, 1, 2, 3, 0]  # appended
     assert [record["step"] for record in held_out] == [1, 3]
+    saved = [record for record in records(file) if "checkpoint" in record]
+    assert [record["step"] for record in saved] == [2, 3]
+    assert all(is_in(record["checkpoint"]) and 0 < record["waited_s"] < 60 for record in saved)
     assert all(record["held_out_loss"] == pytest.approx(5.35, abs=0.3) for record in held_out)
     assert steps[4]["loss"] == steps[0]["loss"] and steps[4]["gradient_norm"] == steps[0]["gradient_norm"]
     batch = load_manifest(program).inputs[0].shape
@@ -70,9 +76,10 @@ def test_accumulated_training_goes_on_where_it_was_in_the_data(pool: RankPool, p
         run(pool, program, "--steps", steps, "--accumulate", 3, *options)
     whole, first, then = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("whole", "first", "then"))
     assert [each["loss"] for each in first + then] == [each["loss"] for each in whole]
-    assert [each["step"] for each in records(tmp_path / "log")] == [0, 1, 2, 3]
+    assert [each["step"] for each in records(tmp_path / "log") if "loss" in each] == [0, 1, 2, 3]
 
 
+@pytest.mark.costly
 def test_the_first_step_is_checked(pool: RankPool, program: Path) -> None:
     run(pool, program, "--check")
     stored = program / "check" / "first_step.json"
@@ -89,6 +96,25 @@ def test_the_first_step_is_checked(pool: RankPool, program: Path) -> None:
         stored.write_text(text)
 
 
+@pytest.mark.costly
+def test_what_ranks_should_hold_alike_is_compared_every_few_steps(pool: RankPool, program: Path) -> None:
+    script = program / "train.py"
+    text = script.read_text()
+    planted = "if step == 2 and pipeline.rank == 1: next(pipeline.parameters()).data[0] += 1e-3\n" + " " * 16
+    run(pool, program, "--steps", 3, "--check-replicas", 1)
+    try:
+        script.write_text(text.replace("pipeline.zero_grad()", f"{planted}pipeline.zero_grad()"))
+        with pytest.raises(
+            LaunchError,
+            match=r"(\S+) should be the same on all ranks of the dp_replicate axis, but ranks 0 and 1 have "
+            "different values after 3 steps",
+        ):
+            run(pool, program, "--steps", 4, "--check-replicas", 3)
+    finally:
+        script.write_text(text)
+
+
+@pytest.mark.costly
 def test_what_cannot_be_done_is_refused_at_once(pool: RankPool, tmp_path: Path) -> None:
     folder = gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"dp_replicate": 2}), model_file=GPT).save(
         tmp_path / "out"
@@ -115,6 +141,7 @@ def _pipeline(program: Path) -> Any:
     )
 
 
+@pytest.mark.costly
 def test_nothing_is_read_between_the_steps_that_are_shown(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +159,7 @@ def test_nothing_is_read_between_the_steps_that_are_shown(
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["2", "5", "6"]
 
 
+@pytest.mark.costly
 def test_tensorboard_is_asked_for_where_it_is_not(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +168,7 @@ def test_tensorboard_is_asked_for_where_it_is_not(
         Log(_pipeline(program), 1, tensorboard=tmp_path)
 
 
+@pytest.mark.costly
 def test_on_a_gpu_of_the_plan_mfu_and_memory_stand_beside_what_is_predicted(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

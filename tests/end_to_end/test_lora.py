@@ -18,14 +18,14 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.errors import GraphparError
-from graphpar.runtime import conversion
-from graphpar.runtime.saved_state import may_become
+from graphpar.runtime.checkpoints import conversion
+from graphpar.runtime.checkpoints.saved_state import may_become
 from graphpar.verification.comparison import relative_error
 from graphpar.verification.tolerances import PRECISIONS
-from tests import lora_fixture
-from tests.programs import EXAMPLES
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.ranks import lora_script
+from tests.tools.programs import EXAMPLES
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 LAYERS = {
     "llama": {"model.layers.*.self_attn.[qvo]_proj": 4, "model.layers.*.mlp.*_proj": 2},
@@ -87,9 +87,9 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
     reference = example.in_peft()
     reference.save_pretrained(folder / "start")
     trained = [p for p in reference.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=lora_fixture.LR, momentum=0.9)
+    optimizer = torch.optim.SGD(trained, lr=lora_script.LR, momentum=0.9)
     losses = []
-    for _ in range(lora_fixture.STEPS):
+    for _ in range(lora_script.STEPS):
         loss = reference(**example.batch).loss
         losses.append(float(loss.detach()))
         loss.backward()
@@ -105,7 +105,7 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
     for mesh in meshes:
         gp.partition(program, gp.plan(program, **MESHES[mesh])).save(folder / mesh)
         nproc = math.prod(MESHES[mesh]["mesh"].values())
-        pool.torchrun(Path(lora_fixture.__file__), [str(folder), mesh], nproc=nproc, timeout_s=300)
+        pool.torchrun(Path(lora_script.__file__), [str(folder), mesh], nproc=nproc, timeout_s=300)
         for rank in range(nproc):
             seen = json.loads((folder / f"{mesh}-rank_{rank}.json").read_text())
             assert seen["losses"] == pytest.approx(losses, rel=ALLOWED["loss"]), mesh
@@ -152,7 +152,7 @@ def without_ranks(folder: Path, mesh: str) -> None:
     assert load_file(file).keys() == merged.keys()
 
 
-@pytest.mark.sampled(1 / 2, of="beside loops by hand")
+@pytest.mark.costly
 def test_adapters_train_as_in_peft(tmp_path: Path, pool: RankPool) -> None:
     in_turn("llama", ["tp", "zero-1"], tmp_path, pool)
 
@@ -181,9 +181,9 @@ def test_bad_adapters_are_refused() -> None:
         ({"model.layers.*.self_attn.q_proj": True}, r"have rank True"),
         (
             {"model.layers.*.self_attn": 4},
-            r"\(LlamaAttention\), which is no product.*It has model.layers.0.self_attn.q_proj",
+            r"\(LlamaAttention\), which is not a matrix product.*It has model.layers.0.self_attn.q_proj",
         ),
-        ({3: 4}, r"pattern 3 is no text"),
+        ({3: 4}, r"pattern 3 is not a string"),
         ({"model.norm.weight": 4}, r"the parameter 'model.norm.weight' \[64\]; of parameters only stacked"),
         ({"**.q_proj": 4, "model.layers.0.self_attn.*_proj": 8}, r"rank 4 by '\*\*.q_proj' and of rank 8 by"),
     ]:
@@ -249,7 +249,7 @@ def test_adapters_of_a_checkpoint_without_ranks(tmp_path: Path, capsys: pytest.C
     for words in (["adapters"], ["merge", "--merged"], ["export", "--merged"]):
         assert "has no adapters; the program that saved it has none" in refused(words[0], bare, *words[1:])
     conversion.convert(tmp_path / "adapted.safetensors", tmp_path / "alone", None)
-    assert "has no plan.json, which says what its adapters are; convert it with --to" in refused(
+    assert "has no plan.json, which describes its adapters; convert it with --to" in refused(
         "adapters", str(tmp_path / "alone")
     )
     other = saved("other", gp.lora(Skips(), {"used": 3}))

@@ -42,6 +42,7 @@ def program() -> gp.Program:
     return gp.export(Optimizer(), (torch.randn(8, 8),), loss_fn=lambda output: output.square().mean())
 
 
+@pytest.mark.costly
 def test_names_of_files_may_be_those_of_modules(program: gp.Program) -> None:
     asked = [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}]
     parts = [gp.partition(program, gp.plan(program, mesh=mesh)) for mesh in asked]

@@ -17,13 +17,12 @@ from torch import Tensor
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.unit_bytes import UnitBytes
-from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.sharding.planned import sharded_as
-from tests import checkpoint_fixture as models
-from tests import offload_fixture
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.ranks import checkpoint_script as models
+from tests.ranks import offload_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 KIND, STEPS, HALF = "17", 3, 2
 BOTH = ("optimizer", "activations")
@@ -65,7 +64,7 @@ def run(pool: RankPool, root: Path, layout: str, offload: Sequence[str] = BOTH) 
         cases.append({**case, "load": load, "save_at": None, "steps": (HALF, STEPS), "out": f"{case['out']}_on"})
     (root / "cases.json").write_text(json.dumps(cases))
     ranks = math.prod(plans["plain"].mesh.degrees().values())
-    pool.torchrun(Path(offload_fixture.__file__), [str(root / "cases.json")], nproc=ranks, timeout_s=300)
+    pool.torchrun(Path(offload_script.__file__), [str(root / "cases.json")], nproc=ranks, timeout_s=300)
     return program, plans["away"]
 
 
@@ -95,7 +94,7 @@ def on_one_device() -> list[float]:
         batch = models.batch_of(KIND, step)
         loss = models.loss_fn(model(batch["ids"]), batch["labels"])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), offload_fixture.MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), offload_script.MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         models.scheduled(optimizer)
@@ -114,6 +113,7 @@ def check(root: Path) -> None:
         assert each["sent"] > each["fetched"] > 0 and each["away"] == []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("layout", sample(USUAL, 2))
 def test_the_numbers_are_those_without(pool: RankPool, tmp_path: Path, layout: str) -> None:
     run(pool, tmp_path, layout)
@@ -127,12 +127,13 @@ def test_the_numbers_are_those_without_under_more_plans(pool: RankPool, tmp_path
     check(tmp_path)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("layout", sample(["pp2 1F1B", "pp2 1F1B, recomputed", "tp2 in microbatches"], 1))
 def test_what_is_moved_is_what_is_priced(pool: RankPool, tmp_path: Path, layout: str) -> None:
     program, plan = run(pool, tmp_path, layout, ["activations"])
     same(tmp_path, "whole_away", "whole_plain")
     execution = Execution(blocks=tuple(recomputed_blocks(program, plan.recompute).items()), offload=plan.offload)
-    units = units_of_ranks(sharded_as(program, plan), execution, wanted=plan.split_points)
+    units = sharded_as(program, plan).units.of(execution, required=plan.split_points)
     kept = UnitBytes(units, plan.mesh, execution)
     starts = [place for place, unit in enumerate(units) if unit.split_point in (None, *plan.split_points)]
     stages = list(zip(starts, [*starts[1:], len(units)]))

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests.programs import example, norms_pinned
-from tests.whole_modules import with_whole_modules
+from tests.models.whole_modules import with_whole_modules
+from tests.tools.programs import example, norms_pinned
 
 GPT2 = {"**.ln_1": "sequence", "**.ln_2": "sequence", "transformer.ln_f": "sequence"}
 WHOLE = {"**.ln_1": {"inputs": ["I@tp"]}, "**.ln_2": {"inputs": ["I@tp"]}, "transformer.ln_f": {"inputs": ["I@tp"]}}
@@ -39,6 +39,7 @@ def check(each: gp.Parts) -> None:
     assert outcome.ok, outcome
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["gathered again", "in pieces"])
 @pytest.mark.sampled(1 / 2)
 def test_conv1d_trains_as_the_unpartitioned_model(kind: str) -> None:
@@ -74,6 +75,7 @@ class Gate(torch.nn.Module):
         return self.after(x + self.down(F.gelu(self.up(rows))) * scales).sin().mean()
 
 
+@pytest.mark.costly
 def test_a_weight_of_one_dim_stays_a_product_of_its_own() -> None:
     torch.manual_seed(0)
     program = gp.export(Gate(), (torch.randn(4, 8, 8),))
@@ -83,6 +85,7 @@ def test_a_weight_of_one_dim_stays_a_product_of_its_own() -> None:
     check(made)
 
 
+@pytest.mark.costly
 def test_products_take_their_collectives() -> None:
     text = parts("gpt2_tiny", 2, "kept").files["blocks.py"]
     assert text.count("= gathered_product(") == text.count("= scattered_product(") == 2
@@ -91,6 +94,7 @@ def test_products_take_their_collectives() -> None:
     assert text.count("= shared_product(") == text.count("all_reduce(") == 2
 
 
+@pytest.mark.costly
 def test_logits_lie_in_order_where_their_rows_are_joined() -> None:
     text = parts("llama", 2, "kept").files
     assert "in_order=True" in text["stage_0.py"] and "in_order" not in text["blocks.py"]
@@ -119,6 +123,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(1 / 2)
 def test_faults_are_found(fault: str) -> None:
@@ -131,6 +136,7 @@ def test_faults_are_found(fault: str) -> None:
     assert problems and all(problem.startswith("parallel_products.py: on 2 ranks ") for problem in problems)
 
 
+@pytest.mark.costly
 def test_the_search_sends_pieces_where_that_is_faster() -> None:
     with torch.device("meta"):
         layer = torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096)

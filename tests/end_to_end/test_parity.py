@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests import parity
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.tools import parity
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 
 def _exact(errors: dict[parity.Combination, float]) -> None:
@@ -16,6 +16,7 @@ def _exact(errors: dict[parity.Combination, float]) -> None:
     assert not wrong
 
 
+@pytest.mark.costly
 def test_a_sample(pool: RankPool) -> None:
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")  # pytest shows it where the test fails
@@ -42,7 +43,7 @@ def test_the_list_of_torchtitan(pool: RankPool) -> None:
 
 @pytest.mark.slow
 def test_twelve(pool: RankPool) -> None:
-    """All are run by ``python -m tests.parity``."""
+    """All are run by ``python -m tests.tools.parity``."""
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")
     _exact(parity.run(pool, random.Random(seed).sample(list(parity.combinations()), 12)))

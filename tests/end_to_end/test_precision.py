@@ -17,9 +17,10 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.verification import reference_for, verify_all
-from tests import architectures, precision_fixture
-from tests.rank_pool import RankPool
-from tests.samples import drawn, sample
+from tests.models import architectures
+from tests.ranks import precision_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import drawn, sample
 
 MESHES: list[dict[str, Any]] = [
     {},
@@ -48,6 +49,7 @@ def _verified(program: gp.Program, meshes: list[dict[str, Any]]) -> None:
             assert outcome.native.max_error["loss"] < 2e-2, (each.plan, outcome.native)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "number"), drawn([("t5", 1), ("gpt2", 3), ("mixtral", 5), ("resnet", 0)], 1, 2))
 def test_models_are_exact(name: str, number: int) -> None:
     _verified(architectures.program_of(name, dtype="bf16"), [MESHES[number]])
@@ -123,7 +125,7 @@ def _ran(
     ranks = parts.plan.mesh.size
     options = {"batches": [str(batch)] * asked.pop("steps", 1), **asked}
     pool.torchrun(
-        Path(precision_fixture.__file__), [str(out), str(folder), json.dumps(options)], nproc=ranks, timeout_s=120
+        Path(precision_script.__file__), [str(out), str(folder), json.dumps(options)], nproc=ranks, timeout_s=120
     )
     reports = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
     return reports, [load_file(folder / f"gradients_{rank}.safetensors") for rank in range(ranks)]
@@ -134,6 +136,7 @@ def _off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
+@pytest.mark.costly
 def test_sums_over_replicas_are_in_32_bits(tmp_path: Path, pool: RankPool) -> None:
     reports, gradients = _ran(_program(dtype="bf16"), tmp_path, pool, {}, mesh={"dp_replicate": 2})
     right, rounded = (_by_hand(torch.bfloat16, 2, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -147,6 +150,7 @@ def test_sums_over_replicas_are_in_32_bits(tmp_path: Path, pool: RankPool) -> No
         assert _off(found, right) < 1e-6 < 1e-3 < _off(found, rounded)
 
 
+@pytest.mark.costly
 def test_sums_over_replicas_are_in_the_dtype_asked_for(tmp_path: Path, pool: RankPool) -> None:
     """So the test before would see partial sums that are rounded."""
     asked = {"mesh": {"dp_replicate": 2}, "reduce_dtype": "bf16"}
@@ -175,6 +179,7 @@ SCALED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("plan", SCALED, ids=lambda plan: "-".join([*plan["mesh"], str(plan.get("zero", ""))]))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: dict[str, Any], tmp_path: Path, pool: RankPool) -> None:
     asked = {"steps": 3, "overflow": [1, 1]}
@@ -187,6 +192,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: dict[str, Any], tmp
     assert losses[0] > losses[1] == losses[2]  # a step was made after the first batch, and none after the second
 
 
+@pytest.mark.costly
 def test_a_verdict_that_is_not_shared_is_seen(tmp_path: Path, pool: RankPool) -> None:
     """A planted fault, so that the test before means something: one rank skips, the other steps."""
     asked = {"steps": 2, "overflow": [1, 1], "alone": True}
@@ -206,6 +212,7 @@ def test_small_gradients_survive_in_16_bits(tmp_path: Path, pool: RankPool) -> N
     assert float(expected["head.bias"].abs().max()) < 1e-5  # which fp16 itself would have two bits of
 
 
+@pytest.mark.costly
 def test_casts_of_weights_are_sharded_as_the_weights_are() -> None:
     """They are not gathered over tp in 16 bits, where their gradients would be summed in 16 bits for each microbatch."""
     program = architectures.program_of("llama", dtype="bf16")

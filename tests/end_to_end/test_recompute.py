@@ -15,15 +15,14 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.work import Collective
-from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.sharding.planned import sharded_as
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification.reference import run_reference
-from tests.programs import example, norms_pinned
-from tests.rank_pool import RankPool
+from tests.tools.programs import example, norms_pinned
+from tests.tools.rank_pool import RankPool
 
-FIXTURE = Path(__file__).parents[1] / "recomputation_fixture.py"
+FIXTURE = Path(__file__).parents[1] / "ranks" / "recomputation_script.py"
 KINDS: tuple[Recompute, ...] = ("full", "selective", "budget:0.5")
 STEPS = 2
 
@@ -62,6 +61,7 @@ def sent(folder: Path, rank: int = 0) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt_dropout", "resnet_batchnorm"])
 @pytest.mark.sampled(1 / 2)
 def test_one_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
@@ -85,6 +85,7 @@ class Averaging(nn.Module):
         return x + self.down(self.up(h).relu())
 
 
+@pytest.mark.costly
 def test_buffers_that_are_read_and_written(pool: RankPool, tmp_path: Path) -> None:
     """What runs again reads them as they were, though later microbatches have written them."""
     torch.manual_seed(0)
@@ -129,7 +130,7 @@ GATHERED = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "asked"), GATHERED, ids=lambda part: str(part))
-@pytest.mark.sampled(1 / 2, of="collectives of recomputation")
+@pytest.mark.costly
 def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
     program = example(name)
     blocks = [path for block in program.blocks.values() for path in block.instances]
@@ -142,6 +143,7 @@ def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int]
         assert counts[1] - counts[0] == _repeated(program, plan) * plan.microbatches * STEPS > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", ["self.read_shard().repeat(1, 2, 1)", "self.gather(self.read_shard()).flip(1)"])
 @pytest.mark.sampled(1 / 2)
 def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
@@ -158,7 +160,7 @@ def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
     assert "_proj" in result.worst["gradient"]
 
 
-@pytest.mark.sampled(1 / 2, of="collectives of recomputation")
+@pytest.mark.costly
 def test_collectives_are_kept_or_repeated_as_said(pool: RankPool, tmp_path: Path) -> None:
     kinds: tuple[Recompute, ...] = ("selective", "full", {"transformer.h.0": "full"}, "budget:0.3", "budget:0.9")
     folders = run(pool, tmp_path, "gpt2_tiny", {"tp": 2}, kinds)
@@ -173,7 +175,7 @@ def test_collectives_are_kept_or_repeated_as_said(pool: RankPool, tmp_path: Path
 
 def _repeated(program: gp.Program, plan: gp.Plan) -> int:
     blocks = tuple(recomputed_blocks(program, plan.recompute).items())
-    units = units_of_ranks(sharded_as(program, plan), Execution(blocks=blocks), device="cpu", wanted=[])
+    units = sharded_as(program, plan).units.of(Execution(blocks=blocks))
     return sum(
         times for unit in units for row, times in unit.kind.again.work.rows.items() if isinstance(row, Collective)
     )

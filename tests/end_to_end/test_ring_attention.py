@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests.whole_modules import with_whole_modules
+from tests.models.whole_modules import with_whole_modules
 
 RECOMPUTED = ("selective", "full", "budget:0.6")
 WIDTH, HEADS, GROUPS, WORDS = 32, 4, 2, 64
@@ -96,6 +96,7 @@ def parts(name: str) -> gp.Parts:
     return gp.partition(traced, gp.plan(traced, **ring(mesh)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(1 / 2)
 def test_a_ring_trains_as_the_unpartitioned_model(name: str) -> None:
@@ -103,6 +104,7 @@ def test_a_ring_trains_as_the_unpartitioned_model(name: str) -> None:
     assert outcome.ok, outcome
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(1 / 2)
 def test_a_ring_has_complete_gradients_by_its_types(name: str) -> None:
@@ -123,7 +125,7 @@ def test_the_check_refuses_whole_keys(tmp_path: Path) -> None:
         text.replace(called, wrong).replace("from .ring", "from .collectives import all_gather\nfrom .ring")
     )
     (problem,) = gp.check(tmp_path / "out").problems
-    assert "ring_attention takes queries, keys and values sharded over cp, not V@cp, R@cp, V@cp" in problem
+    assert "ring_attention takes query, key, value S(2) on cp, not query V@cp, key R@cp, value V@cp" in problem
 
 
 def growth(mesh: dict[str, int]) -> float:
@@ -136,6 +138,7 @@ def growth(mesh: dict[str, int]) -> float:
     return (kept[1] - kept[0]) / 2**14
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.sampled(1 / 2)
 def test_what_a_rank_keeps_grows_by_its_share_of_the_sequence(degree: int) -> None:

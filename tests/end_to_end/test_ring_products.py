@@ -16,9 +16,9 @@ from graphpar.errors import GraphparError
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification import verify_all
 from tests.end_to_end.test_recompute import STEPS, run, same_bits, sent
-from tests.programs import example, norms_pinned
-from tests.rank_pool import RankPool
-from tests.whole_modules import with_whole_modules
+from tests.models.whole_modules import with_whole_modules
+from tests.tools.programs import example, norms_pinned
+from tests.tools.rank_pool import RankPool
 
 WIDTH, WORDS, LAYERS = 32, 64, 8
 SEQUENCE = {"**.norm1": "sequence", "**.norm2": "sequence", "norm": "sequence"}
@@ -75,6 +75,7 @@ def parts(name: str) -> gp.Parts:
     return gp.partition(program(), gp.plan(program(), shard_plan=SEQUENCE, overlap_tp=True, **CASES[name]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(1 / 2)
 def test_it_trains_as_the_unpartitioned_model(name: str) -> None:
@@ -82,6 +83,7 @@ def test_it_trains_as_the_unpartitioned_model(name: str) -> None:
     assert outcome.ok, outcome
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(1 / 2)
 def test_its_gradients_are_complete_by_their_types(name: str) -> None:
@@ -104,15 +106,16 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(2 / 5)
 def test_faults_are_found(fault: str) -> None:
     made = gp.partition(program(), parts("tp 2").plan)
-    text = (made.folder / "ring_products.py").read_text()
+    text = (made.folder / "parallel_products.py").read_text()
     assert FAULTS[fault][0] in text
-    (made.folder / "ring_products.py").write_text(text.replace(*FAULTS[fault]))
+    (made.folder / "parallel_products.py").write_text(text.replace(*FAULTS[fault]))
     problems = gp.check(made.folder).problems
-    assert problems and all(problem.startswith("ring_products.py: on 2 ranks ") for problem in problems)
+    assert problems and all(problem.startswith("parallel_products.py: on 2 ranks ") for problem in problems)
     assert not gp.verify(made, steps=1).ok
 
 
@@ -130,7 +133,7 @@ def test_a_whole_operand_is_found_by_its_type(tmp_path: Path) -> None:
 KINDS: tuple[Recompute, ...] = ("gathers", "full", "selective")
 
 
-@pytest.mark.sampled(1 / 2, of="what rings send")
+@pytest.mark.costly
 def test_one_gather_serves_all_products_that_read_it(pool: RankPool, tmp_path: Path) -> None:
     """q, k, v and gate, up: one gather each, one reduce-scatter of the summed gradient, and of what is gathered again one gather."""
     pinned = norms_pinned(example("llama"), "S(1)")
@@ -144,7 +147,7 @@ def test_one_gather_serves_all_products_that_read_it(pool: RankPool, tmp_path: P
     assert again["all_gather_into_tensor"] == plain["all_gather_into_tensor"] + LAYERS * 2
 
 
-@pytest.mark.sampled(1 / 2, of="what rings send")
+@pytest.mark.costly
 def test_rings_send_once_for_all_products_and_recompute(pool: RankPool, tmp_path: Path) -> None:
     pinned = norms_pinned(example("llama"), "S(1)")
     folders = run(pool, tmp_path, "llama", {"tp": 2}, KINDS, shard_plan=pinned, overlap_tp=True)
@@ -169,7 +172,7 @@ def test_the_report_counts_and_an_option_without_effect_is_an_error() -> None:
         "products": 11,
     }
     assert (
-        "5 gathers and 4 reduce-scatters of tp beside 11 products, in 2 pieces each"
+        "5 gathers and 4 reduce-scatters of tp overlapped with 11 products, in 2 pieces each"
         in parts("tp 2").files["report.html"]
     )
     with pytest.raises(GraphparError, match="overlap_tp requires tensor parallelism; give mesh tp=2"):
@@ -201,6 +204,7 @@ def step_s(cluster: str, overlap_tp: bool) -> tuple[float, float]:
     return plan.predicted.step_time_s, plan.predicted.exposed_s["tp"]
 
 
+@pytest.mark.costly
 def test_prices_hide_what_a_device_can_hide() -> None:
     (plain, waited), (beside, left) = (step_s("4xA100", overlap_tp) for overlap_tp in (False, True))
     assert beside < plain and left < waited / 2

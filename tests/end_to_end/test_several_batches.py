@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
-from tests import parity
-from tests.end_to_end import several_batches_fixture as fixture
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.ranks import several_batches_script as fixture
+from tests.tools import parity
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 STEPS, TOGETHER = 3, 3
 
@@ -137,7 +137,7 @@ def parity_error(value: Tensor, expected: Tensor, dtype: str) -> float:
     return float((value - expected).abs().max() / expected.abs().max().clamp(min=1e-2 if dtype == "fp32" else 1e-1))
 
 
-@pytest.mark.sampled(1 / 2, of="beside loops by hand")
+@pytest.mark.costly
 def test_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
     cases = [
         Case({"pp": 2}, "mixed", pins={"schedule": "1F1B"}),
@@ -183,6 +183,7 @@ class Dropped(nn.Module):
         return logits
 
 
+@pytest.mark.costly
 def test_dropout_is_that_of_one_batch_and_batch_norm_is_refused(pool: RankPool, tmp_path: Path) -> None:
     def exported(model: nn.Module, rows: int) -> tuple[gp.Program, gp.Plan, nn.Module, None]:
         ids, labels = torch.cat([parity.batch_of(-1)["ids"]] * rows), torch.cat([parity.batch_of(-1)["labels"]] * rows)
@@ -213,5 +214,5 @@ def test_dropout_is_that_of_one_batch_and_batch_norm_is_refused(pool: RankPool, 
     held_out = json.loads((refused / "trained.json").read_text())["held_out"]["loss"]
     assert held_out == pytest.approx(parity.loss_fn(normed.eval()(ids), labels).item(), rel=1e-6)
     said = json.loads((refused / "trained.json").read_text())["refused"]
-    assert said.startswith("3 batches one after the other are not one batch that has all of them: batch_norm")
+    assert said.startswith("3 consecutive batches are not equivalent to one large batch: batch_norm")
     assert "--allow-batch-coupling" in said

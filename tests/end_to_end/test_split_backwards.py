@@ -1,4 +1,4 @@
-"""Networks under schedules that split backwards: drawn ones (``tests/drawn_residuals.py``) and the zoo's, cut into more stages."""
+"""Networks under schedules that split backwards: drawn ones (``tests/tools/drawn_residuals.py``) and the zoo's, cut into more stages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests.drawn_residuals import SCHEDULES, draw
-from tests.samples import SEED, sample
-from tests.zoo import ZOO
-from tests.zoo_programs import MODELS, check, planned, program_of, verified
+from tests.models.zoo import ZOO
+from tests.models.zoo_programs import MODELS, check, planned, program_of, verified
+from tests.tools.drawn_residuals import SCHEDULES, draw
+from tests.tools.samples import SEED, sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 DRAWN = range(200) if SEED == "all" else sample(range(200), 5)

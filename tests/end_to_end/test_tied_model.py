@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graphpar as gp
-from tests.end_to_end import tied_model as source
-from tests.end_to_end import tied_model_fixture as fixture
-from tests.rank_pool import RankPool
+from tests.models import tied_model as source
+from tests.ranks import tied_model_script as fixture
+from tests.tools.rank_pool import RankPool
 
 PP, ZERO1 = {"mesh": {"pp": 2}}, {"mesh": {"dp_shard": 2}, "zero": 1, "zero1_by": "flat"}
 TP, ZERO3 = {"mesh": {"tp": 2}}, {"mesh": {"dp_shard": 2}, "zero": 3}
@@ -63,7 +63,7 @@ def test_tied_weights_and_schedules_are_those_of_one_device(
         assert rank["losses"] == pytest.approx(losses, rel=1e-5)
         assert rank["rates"] == rates
         assert all("the optimizer's step needs reduced gradients" in said for said in rank["unreduced"])
-        assert "ranks 0 and 1 were given different values of" in rank["batch"] and "for step 1." in rank["batch"]
+        assert "ranks 0 and 1 got different values of" in rank["batch"] and "for step 1." in rank["batch"]
         assert "rank 0 is at step 0, but rank 1 at step 1" in rank["step"]
         if plans[1] is PP:
             assert "should be the same on ranks 0 and 1" in rank["copies"] and rank["saved"] == rank["copies"]

@@ -1,6 +1,6 @@
 """Parameters that are used in more than one place, or not trained: the emitted program against the eager model.
 
-Fast: one program for each fault that was found, on two ranks. Slow: 300 random programs (``tests/drawn_ties.py``), 25 on each mesh.
+Fast: one program for each fault that was found, on two ranks. Slow: 300 random programs (``tests/tools/drawn_ties.py``), 25 on each mesh.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding.check_types import check_types
-from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.shard import lower
 from graphpar.runtime.layout import I, R
 from graphpar.verification import Verification, verify_all
-from tests.drawn_ties import MESHES, Drawn, Layer, Model, draw, tie
-from tests.samples import sample
+from tests.tools.drawn_ties import MESHES, Drawn, Layer, Model, draw, tie
+from tests.tools.samples import sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 DRAWN = 300
@@ -77,6 +77,7 @@ def wrong(outcome: Verification) -> str:
     return "" if outcome.ok else f"{outcome.problems} {outcome.max_error} {outcome.worst}"
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", FOUND)
 def test_fault_is_gone(name: str) -> None:
@@ -115,6 +116,7 @@ def exported(model: nn.Module) -> gp.Program:
     return gp.export(model, (ids, ids))
 
 
+@pytest.mark.costly
 def test_instances_of_one_class_have_the_same_ties_inside() -> None:
     model = plain(4)
     for i in (1, 3):
@@ -125,6 +127,7 @@ def test_instances_of_one_class_have_the_same_ties_inside() -> None:
     assert sorted(block.instances for block in blocks.values()) == [["layers.0", "layers.2"], ["layers.1", "layers.3"]]
 
 
+@pytest.mark.costly
 def test_an_instance_that_shares_a_parameter_does_not_decide_for_the_others() -> None:
     model = plain(4)
     tie(model, "layers.1.q.weight", "layers.2.o.weight")  # cut over its rows in one, over its columns in the other
@@ -143,6 +146,7 @@ def test_an_instance_that_shares_a_parameter_does_not_decide_for_the_others() ->
     )
 
 
+@pytest.mark.costly
 def test_what_all_instances_share_alike_needs_no_variants() -> None:
     model = plain(4)
     penalised(model)
@@ -154,13 +158,14 @@ def test_what_all_instances_share_alike_needs_no_variants() -> None:
     assert not plan.sharding.variants
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["layers.2.n.bias", "head.bias"])
 def test_a_type_that_differs_in_one_instance_or_under_one_name_is_seen(name: str) -> None:
     model = plain()
     tie(model, "layers.0.down.bias", "head.bias")
     program = exported(model)
     plan = gp.plan(program, mesh={"tp": 2})
-    ready = prepared(program, plan.sharding.variants, ())
+    ready = prepared(program, plan.sharding, program.batch)
     local = lower(ready, plan.sharding)
     problem = build_problem(ready, {"tp": 2})
     assert check_types(problem, local) == []
@@ -198,6 +203,7 @@ class Siamese(nn.Module):
         return (self.network(first) - self.network(second)).square().mean()
 
 
+@pytest.mark.costly
 def test_a_network_on_two_inputs_is_divided_into_its_layers() -> None:
     program = exported(Siamese())
 
@@ -208,6 +214,7 @@ def test_a_network_on_two_inputs_is_divided_into_its_layers() -> None:
     assert len(set(names)) == len(names)  # both applications run where the weights are
 
 
+@pytest.mark.costly
 def test_the_end_of_a_module_applied_twice_is_the_beginning_of_the_next() -> None:
     program = exported(Siamese())
 
@@ -234,6 +241,7 @@ def test_a_recurrence_stays_one_block() -> None:
     assert not first_applications(program)
 
 
+@pytest.mark.costly
 def test_a_network_on_its_own_result_is_divided_too() -> None:
     class Recycled(Siamese):
         def forward(self, first: Tensor, second: Tensor) -> Tensor:

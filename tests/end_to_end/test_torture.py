@@ -9,9 +9,20 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
-from tests.samples import sample
-from tests.zoo import ZOO
-from tests.zoo_programs import FAST, REFUSED, SLOW, SPELLED, check, compiled, parts_of, planned, program_of, verified
+from tests.models.zoo import ZOO
+from tests.models.zoo_programs import (
+    FAST,
+    REFUSED,
+    SLOW,
+    SPELLED,
+    check,
+    compiled,
+    parts_of,
+    planned,
+    program_of,
+    verified,
+)
+from tests.tools.samples import sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 SAMPLE = sample(SLOW, 48)
@@ -22,6 +33,7 @@ def slow() -> dict[str, Verification | Exception]:
     return verified(compiled(SAMPLE))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", FAST)
 def test_model_is_exact(name: str) -> None:
@@ -61,6 +73,7 @@ def test_emitted_code_uses_public_functions_of_torch(name: str) -> None:
             assert "torch.ops" not in text, file
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name",
     ["AlternatingBlocks", "EncoderDecoder"],

@@ -8,8 +8,8 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
-from tests.samples import sample
-from tests.zoo_programs import WHOLE, check, program_of, verified
+from tests.models.zoo_programs import WHOLE, check, program_of, verified
+from tests.tools.samples import sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 SAMPLE = sample(WHOLE, 48)

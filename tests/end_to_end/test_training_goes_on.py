@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 import graphpar as gp
-from tests.programs import example, example_file
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from graphpar.runtime.launching.process_supervisor import descendants
+from tests.tools.programs import example, example_file
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 STEPS = 12
 STEP = re.compile(r"^step +(\d+) +loss (\S+) +gradient norm (\S+)", re.MULTILINE)
@@ -108,7 +109,7 @@ def _goes_on(
         assert values == pytest.approx(expected[step], rel=tolerance), step
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_a_request_to_end_saves_first(
     pool: RankPool, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:
@@ -126,6 +127,37 @@ def test_a_request_to_end_saves_first(
     assert int((tmp_path / "ck" / "latest").read_text()) == last + 1
     assert len(json.loads((tmp_path / "history.json").read_text())) == last + 1
     _goes_on(pool, folder, "zero", tmp_path / "ck", expected, 1e-4)
+
+
+WAYS: dict[str, list[tuple[float, bool, bool]]] = {  # after how many seconds, torchrun, its ranks and their workers
+    "the ranks, then torchrun": [(0.0, False, True), (0.02, True, False)],
+    "the ranks long before torchrun": [(0.0, False, True), (0.5, True, False)],
+    "all at once, as Slurm": [(0.0, True, True)],
+    "torchrun twice": [(0.0, True, False), (0.2, True, False)],
+    "all twice": [(0.0, True, True), (0.3, True, True)],
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", sample(list(WAYS), 1))
+def test_however_a_request_to_end_arrives_it_saves(
+    way: str, pool: RankPool, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "ck"
+    options = ["--checkpoint", str(checkpoints), "--workers", "1"]
+    started = _start(folder / "tp", *options, GRAPHPAR_DELAY="after_loss:200")
+    with _bounded(started):
+        _until(started, 2)
+        below = descendants(started.pid)
+        for pause, launcher, others in WAYS[way]:
+            time.sleep(pause)
+            for process in [*([started.pid] if launcher else []), *(below if others else [])]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+        printed = started.communicate(timeout=120)[0]
+    assert [path.name for path in checkpoints.glob(".*.part")] == [], printed
+    assert 3 <= int((checkpoints / "latest").read_text()) < STEPS, printed
+    _goes_on(pool, folder, "tp", checkpoints, expected, 0.0)
 
 
 @pytest.mark.slow

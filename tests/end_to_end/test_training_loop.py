@@ -16,9 +16,9 @@ from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, load_model_file
 from graphpar.runtime import load_manifest
-from tests.end_to_end import training_loop_fixture as fixture
-from tests.end_to_end import training_loop_model as source
-from tests.rank_pool import RankPool
+from tests.models import training_loop_model as source
+from tests.ranks import training_loop_script as fixture
+from tests.tools.rank_pool import RankPool
 
 FILE = Path(source.__file__)
 MESHES: list[tuple[dict[str, int], int]] = [
@@ -34,6 +34,7 @@ def file() -> ModelFile:
     return load_model_file(FILE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("mesh", "zero"), [MESHES[0], *(pytest.param(*m, marks=pytest.mark.slow) for m in MESHES[1:])])
 def test_a_rank_needs_its_own_rows_and_evaluates_and_steps_as_the_model_file_says(
     mesh: dict[str, int], zero: int, file: ModelFile, tmp_path: Path, pool: RankPool
@@ -70,6 +71,7 @@ def test_a_rank_needs_its_own_rows_and_evaluates_and_steps_as_the_model_file_say
     assert {name for rank in ranks for name in rank["decay"]} == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.costly
 def test_a_model_that_does_something_else_in_evaluation_is_refused_there() -> None:
     class Doubled(source.Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,7 @@ def test_a_model_that_does_something_else_in_evaluation_is_refused_there() -> No
     assert gp.export(source.Net(), batch[:1], **given, evaluates=True).no_eval is None
     refused = gp.export(Doubled(), batch[:1], **given, evaluates=True).no_eval
     assert refused is not None
-    assert "in evaluation mode the model computes something else than in training" in refused
+    assert "in evaluation mode the model differs from training in more than dropout" in refused
 
 
 class AlwaysOn(torch.nn.Module):
@@ -104,6 +106,7 @@ class AlwaysOn(torch.nn.Module):
         return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout_p).flatten(1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["dropout", "attention", "norm"])
 def test_what_is_on_in_evaluation_is_refused_there(kind: str) -> None:
     given = {"loss_fn": source.loss_fn, "targets": (torch.zeros(4, dtype=torch.int64),)}
@@ -147,7 +150,7 @@ def test_optimizer_py_has_what_it_needs_of_files_beside_the_model(tmp_path: Path
     assert optimizer.param_groups[0]["lr"] == math.e
     (tmp_path / "model.py").write_text("import rates\n\ndef optimizer(named):\n    return rates.OTHER\n")
     with pytest.raises(
-        GraphparError, match=r"'import rates' \(model.py:1\), a file beside it.* from rates import NAME"
+        GraphparError, match=r"'import rates' \(model.py:1\), a file next to it.* from rates import NAME"
     ):
         optimizer_file(tmp_path / "model.py")
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.errors import GraphparError
-from graphpar.runtime.events import VARIABLE
+from graphpar.runtime.debugging.events import EVENTS_VARIABLE
 from graphpar.runtime.layout import R, Shard, Stored, joined_all, local_shape, local_shard, shard_places
 from graphpar.runtime.mesh import Mesh
 from graphpar.verification import verify_all
 from graphpar.verification.type_check import check_folder
-from tests import steps_fixture, zero_fixture
-from tests.rank_pool import RankPool
+from tests.ranks import steps_script, zero_script
+from tests.tools.rank_pool import RankPool
 
 RANKS, ROWS, TOKENS, BLOCKS, MICROBATCHES = 4, 4, 8, 5, 2
 
@@ -88,14 +88,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> tuple[Path,
     names = [each["name"] for each in json.loads((folder / "plan.json").read_text())["interface"]["inputs"]]
     assert names[0] == "x"
     save_file(dict(zip(names, batch().values(), strict=True)), out / "batch.safetensors")
-    pool.torchrun(Path(zero_fixture.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=240)
+    pool.torchrun(Path(zero_script.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=240)
     case = {"name": "events", "program": str(folder), "batch": str(out / "batch.safetensors"), "out": str(out), "steps": 1,
-            "environment": {VARIABLE: str(out / "events")}}  # fmt: skip
+            "environment": {EVENTS_VARIABLE: str(out / "events")}}  # fmt: skip
     (out / "cases.json").write_text(json.dumps([case]))
-    pool.torchrun(Path(steps_fixture.__file__), [str(out / "cases.json")], nproc=RANKS, timeout_s=240)
+    pool.torchrun(Path(steps_script.__file__), [str(out / "cases.json")], nproc=RANKS, timeout_s=240)
     return out, parts
 
 
+@pytest.mark.costly
 def test_a_rank_holds_its_shard_as_predicted(ran: tuple[Path, gp.Parts]) -> None:
     out, parts = ran
     reports = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
@@ -110,6 +111,7 @@ def test_a_rank_holds_its_shard_as_predicted(ran: tuple[Path, gp.Parts]) -> None
     assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
 
 
+@pytest.mark.costly
 def test_collectives_of_a_step(ran: tuple[Path, gp.Parts]) -> None:
     """The unit around the blocks is kept for the backward; gradients are reduce-scattered, a unit once a microbatch."""
     out, _ = ran
@@ -118,6 +120,7 @@ def test_collectives_of_a_step(ran: tuple[Path, gp.Parts]) -> None:
         assert counts["reduce-scatter"] == MICROBATCHES * (BLOCKS + 1)
 
 
+@pytest.mark.costly
 def test_at_most_two_blocks_are_gathered_at_once(ran: tuple[Path, gp.Parts]) -> None:
     out, _ = ran
     lines = [json.loads(line) for line in (out / "events.rank1").read_text().splitlines()]
@@ -136,6 +139,7 @@ def test_at_most_two_blocks_are_gathered_at_once(ran: tuple[Path, gp.Parts]) -> 
     assert order == MICROBATCHES * [*there, *reversed(there)]
 
 
+@pytest.mark.costly
 def test_saved_weights_are_those_of_one_device(ran: tuple[Path, gp.Parts]) -> None:
     out, _ = ran
     model, saved = Layered(), load_file(out / "half.safetensors")
@@ -150,6 +154,7 @@ def test_saved_weights_are_those_of_one_device(ran: tuple[Path, gp.Parts]) -> No
     assert report["rest"] == pytest.approx(report["losses"][2:], rel=1e-6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.sampled(1 / 2)
 def test_other_levels_are_exact(zero: int) -> None:
@@ -165,6 +170,7 @@ def test_types_are_right(tmp_path: Path) -> None:
 # ---- bytes, and the search -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_state_is_divided_by_all_ranks() -> None:
     cluster, whole = gp.Cluster.parse("4xA100"), program()
     found = {
@@ -178,6 +184,7 @@ def test_state_is_divided_by_all_ranks() -> None:
             assert getattr(memory[zero], field) == -(-getattr(memory[0], field) // shards), (field, zero)
 
 
+@pytest.mark.costly
 def test_the_search_divides_state_where_only_that_fits() -> None:
     """One row, so no replicas: on devices that can't hold all of the state the sequence is divided and weights are gathered."""
     whole = program()
@@ -224,7 +231,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parts that don't divide": ({"zero": 3, "reshard": 3}, "reshard=3 must be a proper divisor of cp=2"),
     "prefetch of what is kept": ({"zero": 2, "prefetch": "pre"}, "prefetch=pre requires ZeRO-3"),
-    "a policy without state": ({"reshard": "never"}, "with cp=2 and zero=0 they are whole on every rank"),
+    "a policy without state": ({"reshard": "never"}, "with cp=2 and zero=0 they are not sharded"),
 }
 
 
@@ -235,6 +242,7 @@ def test_what_cannot_be_is_refused(name: str) -> None:
         gp.plan(program(), **{"mesh": {"cp": 2}, **asked})
 
 
+@pytest.mark.costly
 def test_inference_shares_no_state() -> None:
     with pytest.raises(GraphparError, match="Mesh cp=2 with zero=3 shards what training stores"):
         gp.plan(program("infer"), mesh={"cp": 2}, zero=3)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import graphpar as gp
-from tests import checkpoint_fixture as models
-from tests import whole_parameters_fixture as fixture
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.ranks import checkpoint_script as models
+from tests.ranks import whole_parameters_script as fixture
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 CLIP, SAVED_AT, STEPS = 1.0, 2, 4
 _PIPELINE = {"schedule": "1F1B", "microbatch_size": 2}
@@ -105,10 +105,12 @@ def stepped(bench: Bench, first: str, then: str, kinds: list[str]) -> None:
     assert max(found.values()) < 1e-4, found
 
 
+@pytest.mark.costly
 def test_whole_parameters_are_stepped_over_tp_and_go_on_over_shards(bench: Bench) -> None:
     stepped(bench, "tp2", "zero 3", ["lars", "adafactor", "global"])
 
 
+@pytest.mark.costly
 def test_whole_parameters_are_stepped_over_stages_and_go_on_over_slices(bench: Bench) -> None:
     stepped(bench, "pp2", "zero 1 flat", ["orthogonal", "global"])
 

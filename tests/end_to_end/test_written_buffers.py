@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.costly
 def test_written_buffers_are_those_of_one_device() -> None:
     parts = []
     for build, split, options in CASES.values():
@@ -132,6 +133,7 @@ def test_written_buffers_are_those_of_one_device() -> None:
         assert outcome.ok, (name, outcome.problems, outcome.max_error)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("build", "split", "name"),
     [

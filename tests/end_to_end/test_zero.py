@@ -17,8 +17,9 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
-from tests import architectures, zero_fixture, zoo_programs
-from tests.rank_pool import RankPool
+from tests.models import architectures, zoo_programs
+from tests.ranks import zero_script
+from tests.tools.rank_pool import RankPool
 
 # Tied, frozen, shared and nested modules, odd names, counts, dropout: each was once wrong somewhere.
 SAMPLE = [name for name in zoo_programs.MODELS if name not in ("Counters", "CountingBlocks")]
@@ -45,6 +46,7 @@ def _of_the_zoo(names: list[str], zero: int) -> list[gp.Parts]:
     return parts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.sampled(1 / 2)
 def test_models_of_all_kinds_are_exact(zero: int) -> None:
@@ -85,6 +87,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize(("name", "asked"), MATRIX, ids=str)
 def test_with_other_axes_it_is_exact(name: str, asked: dict[str, Any]) -> None:
@@ -146,7 +149,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     save_file(
         {each["name"]: torch.randn(each["shape"], generator=generator) for each in inputs}, out / "batch.safetensors"
     )
-    pool.torchrun(Path(zero_fixture.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=120)
+    pool.torchrun(Path(zero_script.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=120)
     reports = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
     return request.param, (reports, load_file(out / "half.safetensors"))
 
@@ -241,6 +244,7 @@ class Odd(nn.Module):
         return self.last(self.layers[2](x))
 
 
+@pytest.mark.costly
 def test_odd_parameters_are_exact() -> None:
     program = gp.export(Odd(), (torch.randn(8, 5),), loss_fn=lambda o: o.square().mean())
     _exact([_partitioned(program, mesh={"dp_shard": 2}, zero=zero, microbatch_size=2) for zero in (2, 3)])
@@ -265,6 +269,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.costly
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     folders = []
     for number, text in enumerate(FAULTS.values()):
@@ -288,6 +293,7 @@ TWICE = {
 }
 
 
+@pytest.mark.costly
 def test_a_parameter_in_two_units_is_refused(tmp_path: Path) -> None:
     folders = []
     for text, _ in TWICE.values():

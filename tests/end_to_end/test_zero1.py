@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import graphpar as gp
 from graphpar.errors import GraphparError
-from graphpar.runtime.name_runs import unpacked
+from graphpar.runtime.records import unpacked
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
-from tests import architectures, zero1_fixture, zoo_programs
 from tests.end_to_end.test_zero import (
     MICROBATCHES,
     RANKS,
@@ -28,7 +27,10 @@ from tests.end_to_end.test_zero import (
     _layered,
     _partitioned,
 )
-from tests.rank_pool import RankPool
+from tests.models import architectures, zoo_programs
+from tests.ranks import zero1_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 POLICIES = ("contiguous", "longest", "flat")
 SCHEDULES = (
@@ -72,6 +74,7 @@ def _of_the_zoo(names: list[str]) -> list[gp.Parts]:
     return parts
 
 
+@pytest.mark.costly
 def test_models_of_all_kinds_are_exact() -> None:
     _exact(_of_the_zoo(SAMPLE[5::10]))
 
@@ -83,6 +86,7 @@ def test_many_models_are_exact() -> None:
     _exact(_of_the_zoo(random.Random(seed).sample(SAMPLE, 15)))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize(("name", "asked"), MATRIX, ids=str)
 def test_with_other_axes_it_is_exact(name: str, asked: dict[str, Any]) -> None:
@@ -97,7 +101,7 @@ def test_on_more_meshes_it_is_exact() -> None:
 # ---- what a rank holds, and what is sent -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["contiguous", "flat"])
+@pytest.fixture(scope="module", params=sample(("contiguous", "flat"), 1))
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> tuple[str, Any]:
     parts, out = _layered(zero=1, zero1_by=request.param), tmp_path_factory.mktemp("zero1")
     folder = parts.save(out / "program", weights=Layered().state_dict())
@@ -106,7 +110,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     save_file(
         {each["name"]: torch.randn(each["shape"], generator=generator) for each in inputs}, out / "batch.safetensors"
     )
-    pool.torchrun(Path(zero1_fixture.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=120)
+    pool.torchrun(Path(zero1_script.__file__), [str(folder), str(out)], nproc=RANKS, timeout_s=120)
     return request.param, [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -144,13 +148,14 @@ def test_new_values_are_waited_for_by_the_units_that_they_are_of(ran: tuple[str,
 
 
 def test_every_way_to_step_and_to_read_gives_one_device_s_numbers(ran: tuple[str, Any]) -> None:
-    """Two optimizers, values written by hand, gradients dropped by the optimizer, and reads right after a step."""
+    """Two optimizers, values written by hand, pieces frozen, gradients dropped by the optimizer, and reads right after a step."""
     _, reports = ran
     for report in reports:
         assert report["differences"] == pytest.approx(dict.fromkeys(report["differences"], 0.0), abs=1e-6)
-        assert len(report["differences"]) == 6
+        assert len(report["differences"]) == 7
 
 
+@pytest.mark.costly
 def test_a_rank_may_own_nothing(ran: tuple[str, Any], tmp_path: Path) -> None:
     program = gp.export(
         torch.nn.Linear(3, 1, bias=False), (torch.randn(4, 3),), loss_fn=lambda output: output.square().mean()
@@ -185,12 +190,13 @@ FAULTS = {
 }
 
 
+@pytest.mark.costly
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     folders = []
     for method, body in FAULTS.values():
         folders.append(_layered(zero=1).save(tmp_path / str(len(folders))))
         path = folders[-1] / "stage_0.py"
-        path.write_text(path.read_text() + zero1_fixture.PLANTED.format(method=method, body=body))
+        path.write_text(path.read_text() + zero1_script.PLANTED.format(method=method, body=body))
 
     reference = reference_for(_layered(zero=1))
     outcomes = verify_all(folders, references=[reference] * len(folders), timeout_s=300)

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests import zero1_product as product
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.tools import zero1_product as product
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 
 def _exact(errors: dict[product.Choice, float]) -> None:
     assert {each: error for each, error in errors.items() if not error <= product.TOLERANCE[each.dtype]} == {}
 
 
+@pytest.mark.costly
 def test_a_sample(pool: RankPool) -> None:
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")  # pytest shows it where the test fails

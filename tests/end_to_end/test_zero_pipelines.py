@@ -19,10 +19,11 @@ from graphpar.errors import GraphparError
 from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
-from tests import accumulation_fixture, architectures, zoo_programs
 from tests.end_to_end.test_zero import _exact, _partitioned
-from tests.rank_pool import RankPool
-from tests.samples import drawn, sample
+from tests.models import architectures, zoo_programs
+from tests.ranks import accumulation_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import drawn, sample
 
 SCHEDULES = [
     "GPipe",
@@ -84,7 +85,7 @@ def _parts(mesh: dict[str, int], microbatches: int, **asked: Any) -> gp.Parts:
 def _by_hand(batches: list[dict[str, Tensor]]) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train in fp64 on one device, without graphpar: losses, norms and weights."""
     model = Tied().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=accumulation_fixture.LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=accumulation_script.LEARNING_RATE)
     losses, norms = [], []
     for batch, accumulate in zip(batches, STEPS):
         x, y = (batch[name].double() for name in ("x", "y"))
@@ -113,7 +114,7 @@ def _trained(parts: gp.Parts, out: Path, pool: RankPool, *, sums: bool = True) -
         save_file({x: batches[-1]["x"], y: batches[-1]["y"]}, out / f"batch_{step}.safetensors")
     (out / "job.json").write_text(json.dumps({"accumulate": STEPS, "sums": sums}))
     ranks = parts.plan.mesh.size
-    pool.torchrun(Path(accumulation_fixture.__file__), [str(folder), str(out)], nproc=ranks, timeout_s=200)
+    pool.torchrun(Path(accumulation_script.__file__), [str(folder), str(out)], nproc=ranks, timeout_s=200)
     reports = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
     losses, norms, weights = _by_hand(batches)
     for report in reports:
@@ -169,6 +170,7 @@ def _check_counts(
             assert counts.get("reduce-scatter", 0) == (0 if accumulate else reductions), (mesh, asked)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", drawn(range(len(COUNTED)), 2, 4))
 def test_collectives_of_a_step(case: int, tmp_path: Path, pool: RankPool) -> None:
     _check_counts(*COUNTED[case], tmp_path, pool)
@@ -189,6 +191,7 @@ WHOLE: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2 / 5)
 @pytest.mark.parametrize(("mesh", "asked"), WHOLE, ids=str)
 def test_stages_with_whole_parameters_accumulate(
@@ -212,6 +215,7 @@ class Gradients(nn.Module):
         return (x.t() * (self.a + self.b)[:, None]).t() * self.c.sum()
 
 
+@pytest.mark.costly
 def test_gradients_of_split_backwards_can_be_sent_and_added_to() -> None:
     x, y = torch.randn(8, 7), torch.randn(8, 7)
     program = gp.export(Gradients(), (x,), loss_fn=lambda o, y: nn.functional.mse_loss(o, y), targets=(y,))
@@ -245,6 +249,7 @@ def _program_of(name: str) -> gp.Program:
     return zoo_programs.program_of(name) if name in zoo_programs.MODELS else architectures.program_of(name)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
@@ -295,6 +300,7 @@ TABLE = """0UNSHARD,0F0,0F1,0B0,0RESHARD,0UNSHARD,0B1,0REDUCE_GRAD,0RESHARD
 1UNSHARD,1F0,1B0,1F1,1I1,1W1,1REDUCE_GRAD,1RESHARD"""
 
 
+@pytest.mark.costly
 def test_a_table_of_ones_own_may_say_when_state_is_gathered(tmp_path: Path) -> None:
     bare = "\n".join(
         ",".join(cell for cell in row.split(",") if not cell.endswith(("SHARD", "GRAD"))) for row in TABLE.split("\n")
@@ -345,6 +351,7 @@ def _reduced_early(plan: dict[str, Any]) -> None:
     row.insert(row.index("0B1"), row.pop(row.index("0REDUCE_GRAD")))
 
 
+@pytest.mark.costly
 def test_a_reduction_that_comes_early_is_found(tmp_path: Path) -> None:
     """In a plan that was spoilt after it was checked, too: before a rank computes anything."""
     parts = _partitioned(zoo_programs.program_of("NamedBlocks"), mesh=PIPELINED, schedule="1F1B", microbatch_size=2)
@@ -358,6 +365,7 @@ def test_a_reduction_that_comes_early_is_found(tmp_path: Path) -> None:
         assert "after the last backward of stage" in problems[0]
 
 
+@pytest.mark.costly
 def test_gradients_that_replicas_of_the_shards_do_not_sum_are_found(tmp_path: Path, pool: RankPool) -> None:
     parts = _parts({**PIPELINED, "dp_replicate": 2}, 3)
     with pytest.raises(AssertionError):
@@ -367,14 +375,14 @@ def test_gradients_that_replicas_of_the_shards_do_not_sum_are_found(tmp_path: Pa
 # ---- plans -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a policy without shards": ({"mesh": {"pp": 2}, "reshard": "always"}, "dp_shard=1 and zero=0 they are whole"),
-    "a policy at level 1": ({"mesh": {"dp_shard": 2}, "zero": 1, "reshard": "never"}, "zero=1 they are whole"),
-    "freed at level 2": ({"mesh": {"dp_shard": 2}, "zero": 2, "reshard": "always"}, "zero=2 keeps gathered parameters for the whole step"),
+    "a policy without shards": ({"mesh": {"pp": 2}, "reshard": "always"}, "dp_shard=1 and zero=0 they are not sharded"),
+    "a policy at level 1": ({"mesh": {"dp_shard": 2}, "zero": 1, "reshard": "never"}, "zero=1 they are not sharded"),
+    "freed at level 2": ({"mesh": {"dp_shard": 2}, "zero": 2, "reshard": "always"}, "zero=2 keeps gathered parameters for the full step"),
     "a split backward": ({"mesh": PIPELINED, "schedule": "ZB-H1", "reshard": "always"}, "splits backwards in two, as at"),
     "no such policy": ({"mesh": {"dp_shard": 2}, "reshard": "sometimes"}, "one of default, always, never, or a number"),
     "a number that does not divide": ({"mesh": {"dp_shard": 4}, "reshard": 3}, "a proper divisor of dp_shard=4: 2"),
     "a trivial number": ({"mesh": {"dp_shard": 2}, "reshard": 2}, "it has none"),
-    "a number and another axis": ({"mesh": {"dp_shard": 4, "tp": 2}, "reshard": 2}, "tp=2 beside dp_shard=4 comes in a later version"),
+    "a number and another axis": ({"mesh": {"dp_shard": 4, "tp": 2}, "reshard": 2}, "tp=2 and dp_shard=4 is not supported yet"),
     "state of no shards": ({"mesh": {"pp": 2}, "table": TABLE}, "gathers or reduces state, but the mesh shards none"),
     "gathers by whom": ({"mesh": PIPELINED, "table": TABLE.replace("1I1,1W1", "1B1"), "reshard": "always"}, "has UNSHARD actions"),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -152,18 +153,19 @@ REFUSED: dict[Callable[[_Keeps], Tensor | float], str] = {
     _counted_in_a_frozen_dict: r"assigns its attribute \"frozen\['factor'\]\" of _Keeps in the forward \(2.0 becomes 3.0\)",
     _switched: r"assigns its attribute 'on' of _Keeps in the forward",
     _assigned: r"assigns its attribute 'plain' of _Keeps in the forward, and computes with it",
-    _written: r"writes the tensor 'plain' in place.*which is no buffer",
-    _element: r"in place.*which is no buffer",
+    _written: r"writes the tensor 'plain' in place.*which is not a buffer",
+    _element: r"in place.*which is not a buffer",
     _element_assigned: r"assigns its attribute 'several\[0\]' of _Keeps in the forward, and computes with it",
-    _first_without: r"assigns its attribute 'past' of _Keeps in the forward, and computes something else then",
-    _new_attribute: r"assigns its attribute 'created' of _Keeps in the forward, and computes something else then",
-    _more_and_more: r"assigns its attribute 'several\[1\]' of _Keeps in the forward, and computes something else then",
-    _by_name: r"assigns its attribute .by_name\['past'\]. of _Keeps in the forward, and computes something else then",
+    _first_without: r"assigns its attribute 'past' of _Keeps in the forward, and then computes something different",
+    _new_attribute: r"assigns its attribute 'created' of _Keeps in the forward, and then computes something different",
+    _more_and_more: r"assigns its attribute 'several\[1\]' of _Keeps in the forward, and then computes something different",
+    _by_name: r"assigns its attribute .by_name\['past'\]. of _Keeps in the forward, and then computes something different",
     _one_memory: r"writes the buffer 'all' in place, which shares memory with 'first'",
     _one_memory_by_the_other: r"writes the buffer 'first' in place, which shares memory with 'all'",
 }
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("keep", REFUSED)
 def test_state_that_a_trace_would_fix_is_refused(keep: Callable[[_Keeps], Tensor | float]) -> None:
     with pytest.raises(gp.GraphparError, match=f"(?s){REFUSED[keep]}"):
@@ -197,3 +199,98 @@ def test_what_nothing_is_computed_with_may_change(keep: Callable[[_Keeps], Tenso
     gp.export(model, (torch.randn(4, 8),))
     assert (model.count, len(model.several), model.by_name, model.past) == (1, 1, {}, None)
     assert (model.state.steps, model.slot, dict(model.frozen)) == (1, 1, {"factor": 2.0})
+
+
+class Rotary(nn.Module):
+    """Keeps its tables, of ``made(self, positions)``, from the first forward on."""
+
+    def __init__(self, made: Callable[[Rotary, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(8, 8), made
+        self.register_buffer("frequency", torch.linspace(1, 2, 8))
+        self.length, self.table, self.tables = 0, None, dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if h.shape[1] != self.length:
+            self.length = h.shape[1]
+            self.table = self.made(self, torch.arange(h.shape[1]), h)
+            self.tables[self.length] = self.table * 2
+        assert self.table is not None
+        return (h * self.table + self.tables[self.length]).square().mean()
+
+
+def _outer(model: Rotary, positions: Tensor, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        grid = torch.outer(positions.type_as(model.frequency), model.frequency)
+        grid[0] = 1.0
+        return grid.cos()
+
+
+def _same_each_time(model: Rotary, positions: Tensor, h: Tensor) -> Tensor:
+    return torch.zeros(len(positions), 8).add_(positions[:, None]).sin()
+
+
+@pytest.mark.parametrize("made", [_outer, _same_each_time])
+@pytest.mark.parametrize("built", [False, True])
+def test_tables_that_are_kept_may_be_kept(made: Callable[[Rotary, Tensor, Tensor], Tensor], built: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Rotary(made), torch.randn(4, 5, 8)
+
+    program = gp.export(model if built else lambda: Rotary(made), (x,))
+
+    state, run = dict(model.state_dict()) | program.constants, []
+    for _ in range(2):
+        run.append(program.run(state, {"x": x, **dict.fromkeys(program.count_names, torch.tensor(4))})[0])
+    torch.testing.assert_close(run, [model(x), model(x)])
+    assert model.length == 5
+
+
+def _of_a_parameter(model: Rotary, positions: Tensor, h: Tensor) -> Tensor:
+    return model.linear.weight[:5].detach()
+
+
+def _of_the_input(model: Rotary, positions: Tensor, h: Tensor) -> Tensor:
+    return h.detach().mean(0)
+
+
+def _drawn(model: Rotary, positions: Tensor, h: Tensor) -> Tensor:
+    return torch.rand(len(positions), 8)
+
+
+@pytest.mark.parametrize("made", [_of_a_parameter, _of_the_input, _drawn])
+def test_tables_of_what_changes_are_refused(made: Callable[[Rotary, Tensor, Tensor], Tensor]) -> None:
+    line = _first_line_of(Rotary.forward, "self.table = ")
+    with pytest.raises(
+        gp.GraphparError, match=rf"'table' of Rotary in the forward.*different \(test_between_steps.py:{line}\)"
+    ):
+        gp.export(lambda: Rotary(made), (torch.randn(4, 5, 8),))
+
+
+def test_a_table_that_is_another_in_the_second_step_is_refused() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table = nn.Linear(8, 8), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.linspace(1, 2, 8).cos()
+            self.table = table * 2 if self.table is None else self.table
+            return (self.linear(x) * (table if self.table is None else self.table * table)).square().mean()
+
+    class Swapping(Doubling):
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.linspace(1, 2, 8).cos() if self.table is None else self.table
+            self.table = table * 2
+            return (self.linear(x) * table).square().mean()
+
+    gp.export(Doubling, (torch.randn(4, 8),))
+    with pytest.raises(
+        gp.GraphparError, match=r"'table' of .*Swapping in the forward, and then computes something different"
+    ):
+        gp.export(Swapping, (torch.randn(4, 8),))
+
+
+def _first_line_of(function: Callable[..., Any], text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return next(first + place for place, line in enumerate(lines) if text in line)

@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpar.frontend.build import build
-from graphpar.runtime.deferred import Recorder
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.stages.deferred import Recorder
 
 
 class Pair(nn.Module):

@@ -16,15 +16,14 @@ import torch
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
-from graphpar.frontend import capture_cache, effects, file_dependencies, modelfile
+from graphpar.frontend import capture_cache, file_dependencies, modelfile
 from graphpar.frontend.capture_cache import CaptureCache
-from graphpar.frontend.effects import Effects
 from graphpar.frontend.modelfile import initial_weights
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.operators import rules
-from tests.programs import EXAMPLES
-from tests.samples import drawn
+from tests.tools.programs import EXAMPLES
+from tests.tools.samples import drawn
 
 MODEL = """
 import os, json
@@ -71,11 +70,9 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let model files be imported and observed as in a new process."""
-    fresh, fresh_effects = file_dependencies.Observed(), Effects()
+    fresh = file_dependencies.Observed()
     for place in (capture_cache, modelfile, file_dependencies):
         monkeypatch.setattr(place, "OBSERVED", fresh)
-    for place in (capture_cache, modelfile):
-        monkeypatch.setattr(place, "EFFECTS", fresh_effects)
     monkeypatch.setattr(modelfile, "_loaded", {})
     for name in [
         each for each in sys.modules if each in ("sizes", "extra") or each.startswith("_graphpar_model_model")
@@ -88,6 +85,7 @@ def imported() -> bool:
     return any(name.startswith("_graphpar_model_model") for name in sys.modules)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", drawn(["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"], 1, 2))
 def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_imports(monkeypatch)
@@ -125,7 +123,7 @@ def test_only_what_nobody_else_can_have_written_is_unpickled(how: str, tmp_path:
     else:
         place.symlink_to(other) if how == "link" else place.hardlink_to(other)
 
-    assert capture_cache._read(place) is None and not run.exists()
+    assert capture_cache._read_entry(place) is None and not run.exists()
 
 
 def layers_of(program: Program) -> int:
@@ -163,6 +161,7 @@ CASES: dict[str, tuple[str, str, Edit, Edit]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.sampled(1 / 2)
 def test_what_a_model_depends_on(
@@ -182,6 +181,7 @@ def test_what_a_model_depends_on(
     assert trace()[1].hit
 
 
+@pytest.mark.costly
 def test_edits_and_options_are_traced(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     plain = MODEL.format(before="", layers=2)
     assert not trace(plain)[1].hit
@@ -191,6 +191,7 @@ def test_edits_and_options_are_traced(trace: Callable[..., tuple[Program, Captur
     assert trace()[1].hit
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("layers", "why"),
     [("len(os.listdir('.'))", "lists the folder"), ("int(os.popen('echo 2').read())", "starts a process")],
@@ -217,6 +218,7 @@ def test_variables_count_as_they_were_read(
     assert (layers_of(program), cache.hit) == (2, True)
 
 
+@pytest.mark.costly
 def test_variables_that_an_import_sets_are_no_change(
     trace: Callable[..., tuple[Program, CaptureCache]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +233,7 @@ def test_variables_that_an_import_sets_are_no_change(
     assert not trace()[1].hit
 
 
+@pytest.mark.costly
 def test_broken_entries_are_traced_again(trace: Callable[..., tuple[Program, CaptureCache]], tmp_path: Path) -> None:
     trace(MODEL.format(before="", layers=2))
     (entry,) = (tmp_path / "cache").glob("*.capture")
@@ -242,6 +245,7 @@ def test_broken_entries_are_traced_again(trace: Callable[..., tuple[Program, Cap
     assert trace()[1].hit
 
 
+@pytest.mark.costly
 def test_own_autograd_functions_are_not_kept(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     own = """
 class Twice(torch.autograd.Function):
@@ -258,6 +262,7 @@ class Twice(torch.autograd.Function):
     assert not trace()[1].hit
 
 
+@pytest.mark.costly
 def test_constants_keep_their_values(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     text = MODEL.format(before="", layers=2).replace("x.sum()", "(x * torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])).sum()")
     first, again = trace(text)[0], trace()[0]
@@ -269,18 +274,20 @@ def test_constants_keep_their_values(trace: Callable[..., tuple[Program, Capture
 # ---- runs that do not import the model file ----------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_kept_captures_need_no_import(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     text = MODEL.format(before="", layers=2).replace("x.sum()", "x")
     text += "\ndef loss_fn(y, goal=None): return (y - goal).square().mean()\n"
     text += "\nexample_targets = torch.ones(4, 8)\nsplit_points = ['layers.1']\n"
-    _, first = trace(text)
-    assert imported()
+    text += "\ndef optimizer(params): return torch.optim.SGD([each for _, each in params], momentum=0.9)\n"
+    traced, first = trace(text)
+    assert imported() and traced.optimizer == ("SGD", 1.0)
 
     program, again = trace()
 
     assert not imported()
     assert again.hit
-    assert program.source is not None
+    assert program.source is not None and program.optimizer == ("SGD", 1.0)
     torch.testing.assert_close((again.file.args, again.file.targets), (first.file.args, first.file.targets))
     assert again.file.split_points == first.file.split_points == ("layers.1",)
     y = torch.zeros(4, 8)
@@ -289,6 +296,7 @@ def test_kept_captures_need_no_import(trace: Callable[..., tuple[Program, Captur
     assert initial_weights(again.file).keys() == initial_weights(first.file).keys()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("before", "why"),
     [
@@ -310,7 +318,7 @@ def test_files_that_do_more_than_define_are_imported_each_time(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(rules, "REGISTERED", {})
-    monkeypatch.setattr(effects, "REGISTERED", rules.REGISTERED)
+    monkeypatch.setattr(file_dependencies, "REGISTERED", rules.REGISTERED)
     printed = []
     try:
         for number in range(3):
@@ -321,13 +329,14 @@ def test_files_that_do_more_than_define_are_imported_each_time(
             _, cache = trace(MODEL.format(before=before, layers=2) if number == 0 else None)
             printed.append("hello" in "".join(capsys.readouterr()))
             assert imported()
-            assert why in str(capture_cache.EFFECTS.why)
+            assert why in str(capture_cache.OBSERVED.effect)
             assert cache.hit == bool(number)
     finally:
         torch.set_default_dtype(torch.float32)
     assert printed == [why == "prints"] * 3
 
 
+@pytest.mark.costly
 def test_built_models_are_imported(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     text = MODEL.format(before="", layers=2).replace("def model():\n    return Model()", "model = Model()")
     for number in range(2):
@@ -336,6 +345,7 @@ def test_built_models_are_imported(trace: Callable[..., tuple[Program, CaptureCa
         assert isinstance(program.source and program.source.model, torch.nn.Module)
 
 
+@pytest.mark.costly
 def test_modules_that_hide_others_are_seen(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     before = "try:\n    from extra import LAYERS\nexcept ImportError:\n    LAYERS = 2"
     assert layers_of(trace(MODEL.format(before=before, layers="LAYERS"))[0]) == 2
@@ -349,6 +359,7 @@ def test_modules_that_hide_others_are_seen(trace: Callable[..., tuple[Program, C
     assert layers_of(trace()[0]) == 2
 
 
+@pytest.mark.costly
 def test_modules_that_are_looked_for_are_seen(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     found = "3 if importlib.util.find_spec('extra') else 2"
     text = MODEL.format(before=f"import importlib.util\nLAYERS = {found}", layers="LAYERS")
@@ -361,6 +372,51 @@ def test_modules_that_are_looked_for_are_seen(trace: Callable[..., tuple[Program
     assert (layers_of(program), cache.hit) == (3, False)
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [
+        ("imported_from", "try:\n    from imported_from.fast import LAYERS\nexcept ImportError:\n    LAYERS = 2"),
+        ("looked_in", "import importlib.util\nLAYERS = 3 if importlib.util.find_spec('.fast', 'looked_in') else 2"),
+    ],
+    ids=["imported", "looked for"],
+)
+def test_modules_of_packages_that_are_looked_for_are_seen(
+    package: str, found: str, trace: Callable[..., tuple[Program, CaptureCache]]
+) -> None:
+    Path(package).mkdir()
+    Path(package, "__init__.py").write_text("")
+    assert layers_of(trace(MODEL.format(before=found, layers="LAYERS"))[0]) == 2
+    assert trace()[1].hit
+    Path(package, "other.py").write_text("")
+    assert trace()[1].hit
+    Path(package, "fast.py").write_text("LAYERS = 3")
+
+    program, cache = trace()
+
+    assert (layers_of(program), cache.hit) == (3, False)
+
+
+@pytest.mark.costly
+def test_where_links_lead_is_seen(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    for name in ("two", "three"):
+        Path(name).mkdir()
+    link = Path("current")
+    link.symlink_to("two")
+    chosen = (
+        "from pathlib import Path\nLAYERS = {'two': 2, 'three': 3}[Path(__file__).with_name('current').resolve().name]"
+    )
+    assert layers_of(trace(MODEL.format(before=chosen, layers="LAYERS"))[0]) == 2
+    assert trace()[1].hit
+    link.unlink()
+    link.symlink_to("three")
+
+    program, cache = trace()
+
+    assert (layers_of(program), cache.hit) == (3, False)
+
+
+@pytest.mark.costly
 def test_errors_of_changed_files_are_those_of_an_import(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     text = MODEL.format(before="", layers=2)
     trace(text)
@@ -374,6 +430,7 @@ def test_errors_of_changed_files_are_those_of_an_import(trace: Callable[..., tup
         trace()
 
 
+@pytest.mark.costly
 def test_files_that_change_while_they_are_traced_are_not_kept(
     trace: Callable[..., tuple[Program, CaptureCache]],
 ) -> None:
@@ -384,6 +441,7 @@ def test_files_that_change_while_they_are_traced_are_not_kept(
         assert "sizes.json was changed while the model was traced" in str(cache.why_not)
 
 
+@pytest.mark.costly
 def test_late_imports_have_the_random_numbers_of_early_ones(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
     text = MODEL.format(before="SCALE = torch.rand(())", layers=2).replace(
         "def model():\n    return Model()",
@@ -405,6 +463,7 @@ def test_late_imports_have_the_random_numbers_of_early_ones(trace: Callable[...,
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options", [["--mesh", "tp=2", "--check-values"], ["--devices", "2", "--dtype", "bf16", "--batch", "8"]]
 )

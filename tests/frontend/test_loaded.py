@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import graphpar as gp
 from graphpar.frontend.build import SEED, build
-from graphpar.runtime.initialise import initial_values
-from tests import architectures
-from tests.loaded_models import LOADERS, Scaled, save_files
-from tests.samples import drawn
+from graphpar.runtime.stages.initialise import initial_values
+from tests.models import architectures
+from tests.models.loaded_models import LOADERS, Scaled, save_files
+from tests.tools.samples import drawn
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -40,6 +40,7 @@ def without_file(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
+@pytest.mark.sampled(1 / 4)
 @pytest.mark.parametrize("name", LOADERS)
 def test_values_are_those_of_the_model_built_plainly(name: str, folder: Path) -> None:
     factory = functools.partial(LOADERS[name], folder)
@@ -72,6 +73,7 @@ def half_written() -> Scaled:
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("factory", [unwritten, half_written])
 def test_what_nothing_has_written_is_refused_by_name(factory: Callable[[], nn.Module]) -> None:
     with pytest.raises(gp.GraphparError, match="'table' of Scaled holds whatever was in memory"):
@@ -120,6 +122,7 @@ def differing(name: str, folder: Path) -> list[str]:
     return found + [key for key, value in initial_values(factory, SEED) if not torch.equal(value, state[key])]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", drawn([*architectures.ALL], 3, 8))
 def test_from_pretrained_gives_the_buffers_of_the_model_loaded_plainly(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

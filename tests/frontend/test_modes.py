@@ -53,6 +53,7 @@ def norms(program: Program) -> list[bool]:
     return [bool(node.args[5]) for node in calls]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("mode", [None, "train"])
 @pytest.mark.parametrize("built", [lambda model: model.eval(), lambda model: model])
@@ -89,11 +90,13 @@ def test_a_part_that_was_built_in_evaluation_mode_is_named() -> None:
     program = capture(ModelSource(half, (X,), loss_fn=square))
     assert norms(program) == [True, True]
     assert any(
-        "back (Sequential) was built in evaluation mode, and model.train() ends that" in line
+        "back (Sequential) was built in evaluation mode, and model.train(), which a training program calls, ends that"
+        in line
         for line in program.warnings
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_reference_trains_in_the_same_mode(frozen: bool) -> None:
     program = gp.export(lambda: Normed(frozen).eval(), (X,), loss_fn=square)

@@ -70,6 +70,7 @@ def _run(program: gp.Program, model: nn.Module, *args: Tensor) -> tuple[Tensor, 
     return loss.detach(), {name: value.grad for name, value in leaves.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_it_is_the_model_in_16_bits_over_weights_in_32(name: str) -> None:
     program = gp.export(Asks(), (X, LABELS), dtype=name)
@@ -112,6 +113,7 @@ def test_the_users_model_is_as_it_was() -> None:
     }
 
 
+@pytest.mark.costly
 def test_pure_programs_store_16_bits() -> None:
     for build in (Asks, Asks()):
         program = gp.export(build, (X, LABELS), dtype="bf16", pure=True)

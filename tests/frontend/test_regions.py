@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests.equality import Case, assert_same, eager, near, run
+from tests.tools.equality import Case, assert_same, eager, near, run
 
 X = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 T = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
@@ -69,6 +69,7 @@ def plain(norm: Callable[[], nn.Module], **options: bool) -> gp.Program:
     return gp.export(partial(Model, norm, **options), (X,), loss_fn=F.mse_loss, targets=(T,))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [{}, {"reentrant": True}, {"nested": True}, {"nested": True, "reentrant": True}, {"frozen": True}],
@@ -87,6 +88,7 @@ def test_statistics_in_regions_are_those_of_eager_training(options: dict[str, bo
         near(found.buffers[name], value, 1e-6, name)
 
 
+@pytest.mark.costly
 def test_programs_with_regions_verify_with_dropout() -> None:
     parts = []
     for reentrant in (False, True):

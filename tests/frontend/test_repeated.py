@@ -19,7 +19,6 @@ from graphpar.frontend.repetitions import expand
 from graphpar.ir.program import ModelSource, Program, value_of
 from graphpar.passes.table import run_passes
 
-pytestmark = pytest.mark.sampled(2 / 5, of=__name__)  # of one claim each test is a case
 LAYERS = 8
 COPIED = LAYERS - 3  # all but the first, the example, and the last
 SEEN: list[Any] = []
@@ -121,6 +120,7 @@ def check(
     return copies
 
 
+@pytest.mark.costly
 def test_plain_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(stack(Layer), monkeypatch) == COPIED
 
@@ -282,6 +282,7 @@ class Regions(Layer):
         return made
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "copies"),
     [
@@ -293,11 +294,13 @@ def test_layers(kind: Callable[[int], nn.Module], copies: int, monkeypatch: pyte
     assert check(stack(kind), monkeypatch) == copies
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [InPlaceOnInput, Remembers, Normalized])
 def test_layers_that_write(kind: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     check(lambda: Stack(nn.Linear(8, 8), *(kind(index) for index in range(LAYERS))), monkeypatch)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "copies"), [(Appends, COPIED), (Counts, COPIED), (CountsAndScales, 0)])
 def test_what_layers_leave_in_python(
     kind: Callable[[int], nn.Module], copies: int, monkeypatch: pytest.MonkeyPatch
@@ -338,11 +341,13 @@ def test_what_layers_that_are_others_leave_in_python(
     assert check(model, monkeypatch, loss_fn=lambda y: y.mean()) == 0
 
 
+@pytest.mark.costly
 def test_layers_of_two_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = (Layer, Sized)
     assert check(lambda: Stack(*(kinds[index % 2](index) for index in range(12))), monkeypatch) == 2 * (6 - 3)
 
 
+@pytest.mark.costly
 def test_a_flag_tells_layers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     class Flagged(Layer):
         def __init__(self, index: int) -> None:
@@ -376,6 +381,7 @@ def test_one_layer_is_called_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
     check(lambda: Stack(*[Layer()] * LAYERS), monkeypatch)
 
 
+@pytest.mark.costly
 def test_all_layers_are_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(stack(Layer, calls=2), monkeypatch) == COPIED
 
@@ -409,6 +415,7 @@ def test_a_frozen_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(model, monkeypatch) == COPIED - 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_hook_on_one_layer(before: bool, inner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +441,7 @@ def test_hooks_that_collect_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> N
     assert check(model, monkeypatch, loss_fn=lambda y: y) == COPIED
 
 
+@pytest.mark.costly
 def test_all_hidden_states_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden(Stack):
         def forward(self, x: Tensor) -> Any:
@@ -447,6 +455,7 @@ def test_all_hidden_states_are_returned(monkeypatch: pytest.MonkeyPatch) -> None
         check(model, monkeypatch, loss_fn=lambda out: sum(state.mean() for state in out["states"]) * out["count"])
 
 
+@pytest.mark.costly
 def test_what_is_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     class Writes(Stack):
         def forward(self, x: Tensor) -> Any:
@@ -460,6 +469,7 @@ def test_what_is_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(lambda: Writes(*(Layer(index) for index in range(LAYERS))), monkeypatch) == COPIED
 
 
+@pytest.mark.costly
 def test_layers_that_return_views_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     class View(Layer):
         def forward(self, x: Tensor) -> Any:
@@ -492,6 +502,7 @@ def test_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(lambda: Some(*(Masked(index) for index in range(LAYERS))), monkeypatch) > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("outside", [False, True])
 def test_modes_of_the_model(outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubles(TorchFunctionMode):
@@ -530,6 +541,7 @@ def test_state_of_torch_that_no_call_shows(monkeypatch: pytest.MonkeyPatch) -> N
     assert check(stack(Casts), monkeypatch) == 0
 
 
+@pytest.mark.costly
 def test_dropout_is_numbered_as_in_a_whole_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     class Drops(Layer):
         def __init__(self, index: int) -> None:

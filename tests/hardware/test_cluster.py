@@ -17,7 +17,7 @@ import graphpar as gp
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import DEVICES, Device, Link, device_named
+from graphpar.hardware.devices import DEVICES, Device, Link, device_named, figures_of
 from graphpar.passes.compilation import priced
 from graphpar.report.report import report_data
 from graphpar.runtime.mesh import Mesh
@@ -47,6 +47,20 @@ def test_figures_of_a_device_are_plausible_and_have_sources(device: Device) -> N
     assert device.kind == "cpu" or 1e9 < device.inter_node.bytes_per_s < device.intra_node.bytes_per_s < 1e12
     printed = re.search(r"(\d+)GB", device.name)
     assert printed is None or 0.85 < device.memory_bytes / (int(printed[1]) * 2**30) < 0.99
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (DEVICES["CPU"], "measured figures"),
+        (DEVICES["A100-SXM-80GB"], "published figures; launch assumed"),
+        (DEVICES["V100-SXM2-16GB"], "published figures; efficiency, launch assumed"),
+        (replace(DEVICES["A100-SXM-80GB"], launch_s=1.0), "user-defined figures"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_where_figures_are_from_is_said(device: Device, said: str) -> None:
+    assert figures_of(device) == said
 
 
 @pytest.mark.parametrize(
@@ -220,7 +234,7 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
             '"A100"\ninter_node = { efficiency = 0 }\n',
             "inter_node: efficiency is 0; it must be a number above 0",
         ),
-        (NAMED, "nodes = 2", "nodes = ", "is no TOML"),
+        (NAMED, "nodes = 2", "nodes = ", "is not valid TOML"),
         (
             OWN,
             "intra_node = { latency_s = 1e-5, bytes_per_s = 25e9 }\n",
@@ -295,6 +309,25 @@ def test_the_dtype_of_most_flops_is_priced() -> None:
     assert dominant_dtype(gp.export(Mlp(), inputs)) == "fp32"
     assert dominant_dtype(gp.export(Mixed(), inputs)) == "bf16"
     assert dominant_dtype(gp.export(Mlp().half(), (inputs[0].half(),))) == "fp16"
+
+
+def test_the_flops_of_layers_that_repeat_count() -> None:
+    class Layer(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.Sequential(Layer(), Layer()), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layers(x)
+            return self.head(x.float()).square().mean()
+
+    program = gp.export(Layers(), (torch.randn(8, 64),))
+    assert program.blocks and dominant_dtype(program) == "bf16"
 
 
 def test_a_plan_knows_its_cluster(program: gp.Program) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.frontend.modelfile import load_model_file
-from tests.programs import EXAMPLES
+from tests.tools.programs import EXAMPLES
 
 
 def _emitted(path: Path) -> dict[str, str]:
@@ -21,6 +21,7 @@ def _emitted(path: Path) -> dict[str, str]:
     return gp.partition(program, gp.plan(program, mesh={"pp": 2})).files
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("folder", ["graphpar", "torch"])
 def test_the_text_does_not_depend_on_the_folder_of_the_model(folder: str, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir()
@@ -56,6 +57,7 @@ class _Rotated(nn.Module):
         return x
 
 
+@pytest.mark.costly
 def test_a_name_stands_for_what_it_says() -> None:
     program = gp.export(_Rotated(), (torch.randn(4, 3, 4),), loss_fn=lambda out: out.square().mean())
     parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, schedule="GPipe"))
@@ -67,6 +69,7 @@ def test_a_name_stands_for_what_it_says() -> None:
     assert "position_embeddings" not in table, "the name of both is that of neither"
 
 
+@pytest.mark.costly
 def test_a_range_inside_of_a_call_does_not_have_the_name_of_the_result() -> None:
     text = "\n".join(_emitted(EXAMPLES / "bert.py").values())
 

@@ -44,6 +44,7 @@ class Applied(nn.Module):
         return self.function[0](x, self.weight)  # type: ignore[operator, no-any-return]
 
 
+@pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     model, x = Applied(PRODUCTS[name]), torch.randn(4, 6, 8)
@@ -56,6 +57,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert products == counter.get_total_flops()
 
 
+@pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_work_has_as_many_flops_as_that(name: str) -> None:
     program = gp.export(Applied(PRODUCTS[name]), (torch.randn(4, 6, 8),), loss_fn=lambda y: y.sum())

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.codegen import importing
+from graphpar.codegen import sources
 from graphpar.ir.program import operator_name
 from graphpar.operators.prove import context_of
 from graphpar.operators.rules import REGISTERED, placements
-from graphpar.runtime.name_runs import unpacked
+from graphpar.runtime.records import unpacked
 from graphpar.verification import verify_all
 
 THREE = 3.0
@@ -145,15 +145,16 @@ def _parts(middle: Any, mesh: dict[str, int], **pins: Any) -> gp.Parts:
 @pytest.fixture(scope="module", autouse=True)
 def not_importable() -> Iterator[None]:
     """This file as one that only its own process has, wherever the tests are run from."""
-    found = importing._found_elsewhere
+    found = sources._found_elsewhere
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importing, "_found_elsewhere", lambda name: "" if name == __name__.split(".")[0] else found(name))
+        patch.setattr(sources, "_found_elsewhere", lambda name: "" if name == __name__.split(".")[0] else found(name))
         yield
 
 
 # ---- custom autograd functions ---------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MIDDLES)
@@ -162,6 +163,7 @@ def test_a_function_keeps_its_backward(name: str, mesh: dict[str, int]) -> None:
     assert result.ok, (result.max_error, result.problems)
 
 
+@pytest.mark.costly
 def test_emitted_code_applies_the_class_as_the_user_wrote_it() -> None:
     parts = _parts(MIDDLES["mixed"], {"tp": 2})
     assert re.search(r"Mixed\.apply\([^)]*\).*0\.5, \(-1, 1\),\s+None", parts.files["stage_0.py"], re.DOTALL)
@@ -172,12 +174,14 @@ def test_emitted_code_applies_the_class_as_the_user_wrote_it() -> None:
     assert gp.check(parts).problems == []
 
 
+@pytest.mark.costly
 def test_weights_around_a_function_are_cut() -> None:
     for middle in MIDDLES.values():
         parameters = gp.plan(_program(middle), mesh={"tp": 2}).sharding.parameters
         assert {str(parameters[f"{weight}.weight"]["tp"]) for weight in ("up", "gate")} == {"S(0)"}
 
 
+@pytest.mark.costly
 def test_a_class_of_an_installed_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "graphpar_installed.py").write_text(_INSTALLED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -234,6 +238,7 @@ def weighted(function: Any) -> Any:
     return gp.export(Weighted(function), example, loss_fn=F.mse_loss, targets=(torch.randn(8, 8),))
 
 
+@pytest.mark.costly
 def test_a_backward_that_is_not_linear_sees_no_part_of_a_gradient() -> None:
     assert gp.plan(weighted(Tripled.apply), 1, microbatch_size=2).microbatches == 4
     with pytest.raises(gp.GraphparError, match="not linear in the gradient"):
@@ -348,7 +353,7 @@ def _local() -> Any:
         (lambda x, gate: _Writing.apply(x + 1) + gate, "_Writing writes its argument in place"),
         (lambda x, gate: _Calling.apply(x, torch.sin) + gate, "_Calling is given a .* as its argument 1"),
         (lambda x, gate: _Reading.apply(x) + gate, "_Reading uses the global TABLE of .*, a Tensor"),
-        (lambda x, gate: _local().apply(x) + gate, "Local is defined inside of a function"),
+        (lambda x, gate: _local().apply(x) + gate, "Local is defined inside a function"),
         (
             lambda x, gate: torch.vmap(Mixed.apply, (0, 0, None, None, None))(x, gate, 0.5, (0, 1), None)[0],
             "torch.vmap",
@@ -368,7 +373,7 @@ def test_an_operator_that_nobody_else_can_define_is_refused() -> None:
     local.register_fake(torch.empty_like)
     local.register_autograd(lambda ctx, gradient: gradient)
     with pytest.raises(
-        gp.GraphparError, match=r"graphpar_custom::local is defined inside of a function.*importable|installed"
+        gp.GraphparError, match=r"graphpar_custom::local is defined inside a function.*importable|installed"
     ):
         _parts(lambda x, gate: local(x) + gate, {"pp": 2})
 
@@ -482,6 +487,7 @@ def _fresh(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mesh", "fresh"),
     [

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
-from tests.equality import Case, Still, assert_exact, assert_same, eager, near, refusal, run
 from tests.passes.normalize.test_batch_and_loss import XS, Applied, X
-from tests.samples import drawn
+from tests.tools.equality import Case, Still, assert_exact, assert_same, eager, near, refusal, run
+from tests.tools.samples import drawn
 
 CODES, BOUNDS = torch.linspace(-1, 1, 15).view(3, 5), torch.tensor([-0.5, 0.0, 0.5])
 
@@ -75,6 +75,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_number_of_rows_is_that_of_the_whole_batch(name: str) -> None:
     """Else it is printed for one size, or each microbatch takes its own."""

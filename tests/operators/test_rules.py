@@ -26,9 +26,9 @@ from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, from_rule
 from graphpar.operators.prove import Call, Proof, context_of, node_of, prove
 from graphpar.operators.rules import REGISTERED, has_rule, placements, register_rule
-from tests.rule_calls import calls_of, sampled
-from tests.rule_samples import FAMILIES, family, real, whole
-from tests.samples import SEED, sample
+from tests.tools.rule_calls import calls_of, sampled
+from tests.tools.rule_samples import FAMILIES, family, real, whole
+from tests.tools.samples import SEED, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
@@ -94,11 +94,16 @@ def _problems(
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "streams"])
-@pytest.mark.sampled(1 / 2)
 def test_hand_made_calls(name: str) -> None:
     calls = family(name)
     assert [str(call) for call in calls if not has_rule(node_of(call)[0])] == []
-    assert _problems("hand-made", calls, (2, 4)) == []
+    assert _problems("hand-made", calls, (2,)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAMILIES, "streams"])
+def test_hand_made_calls_over_four_ranks(name: str) -> None:
+    assert _problems("hand-made", family(name), (4,)) == []
 
 
 def _of_replicas() -> dict[str, Call]:
@@ -158,6 +163,7 @@ _FAST = (
 )  # fmt: skip
 
 
+@pytest.mark.costly
 def test_samples_of_torch_for_common_operators() -> None:
     pytest.importorskip("expecttest")
     assert _problems("OpInfo", (call for _, call in sampled(6, set(sample(_FAST, 12)))), (2, 5)) == []
@@ -220,6 +226,7 @@ def test_matmul_of_random_shapes(lead: list[tuple[int, str]], m: int, k: int, n:
     _hold(Call(aten.matmul.default, (real(*left, m, k), real(*right, k, n))))
 
 
+@pytest.mark.costly
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
 def test_views_of_random_shapes(groups: list[list[int]], data: Any) -> None:
@@ -285,6 +292,7 @@ def test_expand_of_random_shapes(sizes: list[int], new: list[int], data: Any) ->
     _hold(Call(aten.repeat.default, (real(*before), [*new, *(data.draw(st.integers(1, 3)) for _ in before)])))
 
 
+@pytest.mark.costly
 @_examples
 @given(_sizes, _sizes, st.lists(_sizes, max_size=2))
 def test_embedding_and_loss_of_random_shapes(vocabulary: int, width: int, lead: list[int]) -> None:
@@ -427,6 +435,7 @@ def test_a_custom_operator_is_tried() -> None:
     assert discovered([node])["graphpar_rules::gated"]
 
 
+@pytest.mark.costly
 def test_a_plan_names_the_rules_that_were_found_for_its_own_operators() -> None:
     def plan(size: int) -> gp.Plan:
         model = nn.Sequential(nn.Linear(8, size * size), nn.Unflatten(-1, (size, size)), Exponential(), nn.Flatten())

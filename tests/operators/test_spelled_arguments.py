@@ -139,6 +139,7 @@ def _results(made: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [*results, *(gradient for gradient in gradients if gradient is not None)]
 
 
+@pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", sorted(_SAMPLED - {*_UNSAFE}))
 def test_the_text_computes_the_same_with_each_argument(name: str) -> None:
     own = [call for call in calls()[name] if isinstance(call.target, torch._ops.OpOverload)][:2]
@@ -179,6 +180,7 @@ class _Counted(nn.Module):
 WEIGHTS = torch.tensor([0.1, 1.3, 0.7, 2.1], dtype=torch.float64)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"tp": 2}])
 def test_a_program_computes_with_the_options_of_its_tables_and_its_loss(mesh: dict[str, int]) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -14,9 +14,10 @@ import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cost_models import activation_memory
 from graphpar.frontend.modelfile import load_model_file
+from graphpar.passes import rank_passes
 from graphpar.passes.planning import choose
-from graphpar.passes.sharding import problem, shard
-from tests.programs import EXAMPLES, example
+from graphpar.passes.sharding import problem
+from tests.tools.programs import EXAMPLES, example
 
 
 @pytest.fixture
@@ -35,7 +36,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, Any]]:
         return tuple(of.degrees.items())
 
     monkeypatch.setattr(choose, "search", count("solved", degrees, choose.search))
-    monkeypatch.setattr(shard, "lower", count("lowered", lambda program, sharding: degrees(sharding), shard.lower))
+    lower = count("lowered", lambda program, sharding: degrees(sharding), rank_passes.lower)
+    monkeypatch.setattr(rank_passes, "lower", lower)
     built = count("built", lambda builder: degrees(builder), problem._Builder.build)
     monkeypatch.setattr(problem._Builder, "build", lambda builder: built(builder))
     measured = count(
@@ -51,6 +53,7 @@ def of(counts: Counter[tuple[str, Any]], what: str) -> dict[Any, int]:
     return {key: count for (name, key), count in counts.items() if name == what}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pins", [["--mesh", "tp=2"], []], ids=["tp pinned", "searched"])
 def test_the_command_solves_and_lowers_each_tp_degree_once(
     pins: list[str], counted: Counter[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +81,7 @@ def test_a_plan_brings_its_solution_to_the_partition(counted: Counter[tuple[str,
     assert of(counted, "solved") == {(("tp", 2),): 1} and of(counted, "lowered") == {(("tp", 2),): 2}
 
 
+@pytest.mark.costly
 def test_what_a_plan_brings_is_of_its_program_alone(counted: Counter[tuple[str, Any]]) -> None:
     """Another trace of the model is lowered itself."""
     plan = gp.plan(example("llama"), mesh={"tp": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ def _parts(**asked: object) -> gp.Parts:
     return gp.partition(program, gp.plan(program, **asked))  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 def test_large_modules_are_units() -> None:
     parts = [_parts(mesh={"dp_shard": 2}, zero=2), _parts(mesh={"dp_shard": 2, "tp": 2})]
     for each in parts:
@@ -68,6 +70,7 @@ def test_a_module_that_two_stages_share_is_no_unit() -> None:
     assert held[0] | held[1] == expected and not held[0] & held[1]
 
 
+@pytest.mark.costly
 def test_elsewhere_they_are_not() -> None:
     for asked in ({"mesh": {"dp_replicate": 2}}, {"mesh": {"dp_shard": 2}, "zero": 1}):
         assert "blocks.py" not in _parts(**asked).files

@@ -20,7 +20,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.passes.split import _boundary_names, positions_of, split
-from tests.equality import Case, assert_exact, assert_same, eager, run
+from tests.tools.equality import Case, assert_exact, assert_same, eager, run
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(6))
 IDS = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(7))
@@ -93,6 +93,7 @@ def test_layers_of_other_sizes_are_other_blocks() -> None:
     assert len({id(block.graph) for block in program.blocks.values()}) == 2
 
 
+@pytest.mark.costly
 def test_two_kinds_that_alternate() -> None:
     class Windowed(Layer):
         def __init__(self, window: int) -> None:
@@ -116,6 +117,7 @@ def test_one_layer_applied_many_times_is_called_many_times() -> None:
     assert list(program.parameters).count("layers.0.up.weight") == 1
 
 
+@pytest.mark.costly
 def test_layers_with_an_input_from_outside_and_experts_within() -> None:
     class Experts(Layer):
         def __init__(self) -> None:
@@ -139,6 +141,7 @@ def test_layers_with_an_input_from_outside_and_experts_within() -> None:
     assert len([n for n in next(iter(program.blocks.values())).graph.nodes if n.op == "placeholder"]) == 2
 
 
+@pytest.mark.costly
 def test_residual_blocks_inside_of_stages_that_differ() -> None:
     def stage(width: int, count: int) -> nn.Module:
         return nn.Sequential(nn.Linear(8, width), *[Layer(width) for _ in range(count)], nn.Linear(width, 8))
@@ -188,6 +191,7 @@ def assert_stages_exact(case: Case, *cuts: str | tuple[str, str]) -> list[Stage]
     return stages
 
 
+@pytest.mark.costly
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.sets(st.integers(1, 5), min_size=1, max_size=4),
@@ -213,6 +217,7 @@ def test_any_cut_of_any_chain_with_skips(cuts: set[int], skips: list[tuple[int, 
         assert [boundary.name for boundary in before.sends] == [boundary.name for boundary in after.receives]
 
 
+@pytest.mark.costly
 def test_one_tensor_crosses_where_one_is_needed() -> None:
     def wiring(layers: Any, x: Tensor) -> Tensor:
         mask = torch.ones(x.size(1), x.size(1)).tril().bool()  # made where it is needed, not sent
@@ -239,6 +244,7 @@ def test_integers_and_booleans_cross_without_gradients() -> None:
     assert [len(stage.sends) for stage in stages] == [3, 3, 0]
 
 
+@pytest.mark.costly
 def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
     class Language(nn.Module):
         def __init__(self) -> None:
@@ -263,6 +269,7 @@ def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
     assert stages[1].counts and not stages[0].counts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("cuts", "why"),
     [
@@ -319,6 +326,7 @@ class _CalledAgain(nn.Module):
         return x.square().mean() + z.square().mean()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["flag", "between", "length"])
 def test_a_module_that_computes_something_else_when_it_is_called_again_is_no_block(how: str) -> None:
     program = assert_exact(Case(_CalledAgain(how), (torch.randn(4, 5, 6),)), [4], [2, 2])

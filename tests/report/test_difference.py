@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import graphpar as gp
-from graphpar.cli import sweep_work
+from graphpar.cli import sweep_command
 from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
-from graphpar.report.predicted import PART_NAMES
+from graphpar.report.phrases import PART_NAMES
 from graphpar.text import bytes_text, seconds_text
 
 MODEL = """
@@ -90,6 +90,7 @@ def test_plans_for_other_models_and_without_predictions() -> None:
     assert data["times"] is None and "bare.json has no prediction" in data["summary"]
 
 
+@pytest.mark.costly
 def test_sweep_traces_once_and_says_what_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,7 +102,7 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     command = ["sweep", "m.py", "--cluster", "2xCPU,small.json", "--batch", "8,16", "--html", "s.html"]
     traces = []
     monkeypatch.setattr(
-        sweep_work, "export_file", lambda *given, **options: traces.append(1) or export_file(*given, **options)
+        sweep_command, "export_file", lambda *given, **options: traces.append(1) or export_file(*given, **options)
     )
     assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

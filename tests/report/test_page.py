@@ -19,10 +19,10 @@ import pytest
 
 import graphpar as gp
 from graphpar.passes.planning.candidates import COLUMNS, POINTS, Point, SearchResult
-from graphpar.report.memory_time import memory_over_time
+from graphpar.report.charts import line_key, memory_over_time, memory_time_svg
 from graphpar.report.report import html, timeline_of
 from graphpar.text import bytes_text, seconds_text
-from tests.programs import example, example_file, traced_once
+from tests.tools.programs import example, example_file, traced_once
 
 VOID = {"meta", "br", "rect", "path", "circle"}
 
@@ -140,6 +140,15 @@ def test_a_plan_that_does_not_fit_is_drawn_so(searched: tuple[gp.Parts, SearchRe
     assert len(Checked(page).classes("misfit")) == 1 and "90.0 GiB: does not fit" in page
 
 
+@pytest.mark.parametrize(("capacity", "near"), [(5.0, True), (19.0, True), (21.0, False)])
+def test_the_key_names_the_memory_of_a_device_where_the_chart_draws_it(capacity: float, near: bool) -> None:
+    lines = [[(0.0, 4.0), (0.5, 10.0)]]
+
+    assert ("line limit" in memory_time_svg(lines, ["rank 0"], capacity, 1.0)) is near
+    assert ("memory of a device" in line_key(["rank 0"], lines, capacity)) is near
+
+
+@pytest.mark.costly
 def test_inference_keeps_no_activations() -> None:
     program = traced_once(example_file("head_first"), "infer", None)
     parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}))

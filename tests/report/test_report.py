@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.passes.compilation import priced
-from graphpar.passes.planning.planning import on_one_device
-from graphpar.report.memory_time import memory_over_time
-from graphpar.report.predicted import parts_text
+from graphpar.passes.planning.plan_request import on_one_device
+from graphpar.report.charts import memory_over_time
+from graphpar.report.phrases import parts_text, peak_text
 from graphpar.report.report import (
     compile_json,
     html,
@@ -29,29 +29,31 @@ from graphpar.report.report import (
     plan_text,
     render,
     report_data,
+    stage_table,
     timeline_of,
     trace,
     with_alone,
 )
-from graphpar.report.spans import step_spans
-from graphpar.report.stages import stage_table
+from graphpar.report.trace import step_spans
 from graphpar.runtime.plan_record import decisions_of
+from graphpar.schedules.action_table import COMPUTATIONS
 from graphpar.schedules.registry import bubble_warning
 from graphpar.schedules.simulation import Timeline
-from graphpar.schedules.table import COMPUTATIONS
 from graphpar.text import (
     bytes_text,
     compressed,
     count_text,
     flops_text,
     indices_text,
+    is_at_or_below,
+    is_below,
     rate_text,
     seconds_text,
     short_names,
     shortened,
     wrapped,
 )
-from tests.programs import example, example_file, norms_pinned, traced_once
+from tests.tools.programs import example, example_file, norms_pinned, traced_once
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -119,6 +121,7 @@ def test_text(gpt: gp.Parts) -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.costly
 def test_recomputed_and_relayed_values_are_named() -> None:
     parts = made("t5", devices=2, schedule="zbv")
     data = report_data(parts.compilation)
@@ -149,7 +152,7 @@ def test_page_is_well_formed_and_self_contained(gpt: gp.Parts) -> None:
         name: ElementTree.fromstring(svg)
         for name, svg in re.findall(r'(?s)<div class="chart[^>]*>(?=<svg class="(\w+)")(.*?)</div>', page)
     }
-    assert list(drawn) == ["timeline", "memory", "peaks", "axes"]
+    assert list(drawn) == ["timeline", "memory", "peaks"]
     timeline = drawn["timeline"]
     titles = [node.text or "" for node in timeline.iter("title")]
     waits = sum(title.startswith(("idle", "waits for a transfer")) for title in titles)
@@ -236,6 +239,7 @@ def lines_by_axis(data: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "mesh", "cluster"),
     [
@@ -306,6 +310,7 @@ def check_spans(data: dict[str, Any], timeline: Timeline, slices: list[dict[str,
         assert line[0][0] == 0 and line[-1][0] == pytest.approx(step) and min(level for _, level in line) >= 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -373,7 +378,11 @@ def test_text_of_a_cut_program(llama: gp.Parts) -> None:
     assert "dp_replicate 2 · tp 2" in text and "Simulated" not in text
     whole = sum(info.numel for info in made("llama", devices=1).program.parameters.values())
     assert data["model"]["parameters"] == whole
-    assert "LlamaDecoderLayer x 8" in text and "Outside of blocks" in text and "best there is by the prices" in text
+    assert (
+        "LlamaDecoderLayer x 8" in text
+        and "Outside of blocks" in text
+        and "optimal under the sharding cost model" in text
+    )
     spec = llama.plan.parameters()["model.layers.0.self_attn.q_proj.weight"]["tp"]
     (line,) = [line for line in text.splitlines() if line.strip().startswith("q, k, v ")]
     assert line.split()[-1] == f"{spec}@tp"
@@ -407,7 +416,7 @@ def test_logits_that_are_gathered_are_noted() -> None:
 
     why = "label smoothing needs every class's logit"
     assert notes(label_smoothing=0.1) == [f"The logits are sharded over tp, but gathered before the loss: {why}."]
-    assert all("priced" in note for note in notes())
+    assert all("cheaper" in note for note in notes())
 
 
 def test_names_among_themselves() -> None:
@@ -416,6 +425,23 @@ def test_names_among_themselves() -> None:
     assert list(short_names(["mlp.0.weight", "mlp.2.weight", "gate"]).values()) == ["mlp.0", "mlp.2", "gate"]
     assert list(short_names(["a.q.weight", "b.q.weight"]).values()) == ["a.q", "b.q"]
     assert seconds_text(1.6e-5) == "16.0 us" and seconds_text(0) == "0 s"
+
+
+def test_a_module_of_two_digits_is_not_in_the_one_whose_name_it_begins_with() -> None:
+    names = ["layers.1", "layers.1.q", "layers.1.q.weight", "layers.11", "layers.11.q", "layers"]
+
+    assert [name for name in names if is_below(name, "layers.1")] == ["layers.1.q", "layers.1.q.weight"]
+    assert [name for name in names if is_at_or_below(name, "layers.1")] == names[:3]
+
+
+def test_the_stages_of_the_fullest_rank_are_its_own_also_beside_ranks_of_two_digits() -> None:
+    peaks = [2**20, 2**30, *[2**20] * 10]
+    stages = [{"index": rank, "rank": rank} for rank in range(len(peaks))]
+    predicted = {
+        "peak_memory_bytes": peaks, "memory": [{"slack": 0}] * len(peaks), "stages": stages, "memory_bytes": 2**31
+    }  # fmt: skip
+
+    assert peak_text(predicted) == "1.00 GiB of 2.00 GiB (stage 1, 1.00 GiB allocated)"
 
 
 # ---- narrow terminals ------------------------------------------------------------------------------------------
@@ -477,6 +503,7 @@ def test_one_device_is_the_baseline(gpt: gp.Parts) -> None:
     )
 
 
+@pytest.mark.costly
 def test_a_search_says_what_one_device_takes() -> None:
     plan = gp.plan(example("gpt"), gp.Cluster.parse("2xA100"))
     assert plan.alone == on_one_device(example("gpt"), plan, gp.Cluster.parse("2xA100"))
@@ -486,6 +513,7 @@ def test_a_search_says_what_one_device_takes() -> None:
 # ---- dtypes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_fp32_on_a_device_with_faster_units_is_warned_of() -> None:
     """By about as much as a trace in bf16 says; not where the device has none, and not in bf16."""
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 import graphpar as gp
-from graphpar.runtime import Pipeline, distributed, launch, start
-from graphpar.runtime.data import load
+from graphpar.runtime import Pipeline, distributed, start
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.launching import launch
+from graphpar.runtime.training.data import load
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ def shifted(logits: Tensor, labels: Tensor) -> Tensor:
     return plain(logits[:, :-1], labels[:, 1:])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("loss_fn", [plain, shifted])
 def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None:
     ids, labels = torch.randint(11, (2, 4, 6))
@@ -62,7 +64,7 @@ def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None
         for wrong in (12, -7):
             said = rf"labels has label {wrong}; the loss knows 12 \(0 to 11, and -1, which is ignored\)"
             if loss_fn is shifted:
-                said = f"a loss was given the label {wrong}, which is none of its classes; labels of the batch has it"
+                said = f"a loss got the label {wrong}, which is not one of its classes; labels of the batch has it"
             with pytest.raises(RuntimeProgramError, match=said):
                 pipeline.step({"ids": ids, "labels": labels.index_fill(1, torch.tensor(3), wrong)})
         for given in ((ids, labels), [ids, labels], [(ids, labels)], ids):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from graphpar.runtime.arguments import (
+from graphpar.runtime.checkpoints.folders import find
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.launching.arguments import (
     checkpoint_folder,
     count,
     input_file,
@@ -19,8 +21,6 @@ from graphpar.runtime.arguments import (
     replaced_file,
     whole,
 )
-from graphpar.runtime.checkpoint_folders import find
-from graphpar.runtime.errors import RuntimeProgramError
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_right_values_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("given", "message"),
     [
         ("--keep 3", "--keep needs --checkpoint"),
-        ("--batch b --workers 2", "--workers would have no effect beside --batch"),
-        ("--check --checkpoint ck --batch b", "--batch, --checkpoint would have no effect beside --check"),
+        ("--batch b --workers 2", "--workers would have no effect with --batch"),
+        ("--check --checkpoint ck --batch b", "--batch, --checkpoint would have no effect with --check"),
         ("--checkpoint ck --keep 3 --batch b", None),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from graphpar.emitted import collectives
-from graphpar.runtime.balance import Balance, Counted
+from graphpar.runtime.training.balance import Balance, Counted
 
 ENDS = torch.tensor([3, 3, 6, 10], dtype=torch.int32)
 

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import graphpar as gp
 from graphpar.emitted.recomputation import recompute
-from graphpar.runtime.cast_once import CastOnce
 from graphpar.runtime.manifest import load_manifest
-from tests.architectures import program_of
+from graphpar.runtime.stages.cast_once import CastOnce
+from tests.models.architectures import program_of
 
 BF16 = torch.bfloat16
 
@@ -139,6 +139,7 @@ def test_values_that_arrive_when_a_block_is_entered_are_read() -> None:
     assert (copy == 0.5).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mesh", "listed"),
     [({"pp": 2}, True), ({"tp": 2}, True), ({"dp_shard": 2}, False)],

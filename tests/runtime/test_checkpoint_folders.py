@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from graphpar.cli.main import main
-from graphpar.runtime import RuntimeProgramError, checkpoint_folders, conversion
-from graphpar.runtime.checkpoint_folders import Part, begin, find, read_record, whole_checkpoints
+from graphpar.runtime import RuntimeProgramError
+from graphpar.runtime.checkpoints import conversion
+from graphpar.runtime.checkpoints import folders as checkpoint_folders
+from graphpar.runtime.checkpoints.folders import Part, begin, find, read_record, whole_checkpoints
+from tests.tools.whole_values import whole_values
 
 FILE = "w.safetensors"
 
@@ -59,7 +62,7 @@ def test_one_of_two_that_save_one_name_at_once_is_kept_whole(saved: Path) -> Non
     assert first.folder != second.folder and first.folder.is_dir()
     first.finish({**record, "step": 7}, None, None)
 
-    with pytest.raises(RuntimeProgramError, match=rf"2 was saved by process {os.getpid()} on .* a folder each"):
+    with pytest.raises(RuntimeProgramError, match=rf"2 was saved by process {os.getpid()} on .* separate folders"):
         second.finish({**record, "step": 8}, None, None)
     second.drop()
 
@@ -71,7 +74,7 @@ def test_one_of_two_that_save_one_name_at_once_is_kept_whole(saved: Path) -> Non
 _WRITES = """
 import os, signal, sys
 from pathlib import Path
-from graphpar.runtime import checkpoint_folders as folders
+from graphpar.runtime.checkpoints import folders
 part = folders.begin(Path(sys.argv[1]) / "9", None)
 (part.folder / "__0_0.distcp").write_bytes(b"half")
 held = folders._locked(Path(sys.argv[1]))
@@ -81,6 +84,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.costly
 def test_locks_and_parts_of_processes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_folders, "HELD_S", 0.3)
     folder, record = saved.parent, read_record(saved)
@@ -117,7 +121,7 @@ def test_what_another_machine_has_left_is_removed_when_nothing_of_it_changes(
 
 def test_models_that_share_a_folder(saved: Path) -> None:
     folder, wide = saved.parent, converted(saved.parent / "wide-1", width=5)
-    with pytest.raises(RuntimeProgramError, match="is a checkpoint of another model, which stays"):
+    with pytest.raises(RuntimeProgramError, match="is a checkpoint of another model, which is kept"):
         converted(wide)
     for step in (2, 3):
         again(saved, str(step)).finish({**read_record(saved), "time": float(step) * 2e9}, None, 2)
@@ -131,7 +135,7 @@ def test_models_that_share_a_folder(saved: Path) -> None:
 
 
 def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(saved: Path, tmp_path: Path) -> None:
-    values, record, found = conversion.read_model(saved), read_record(saved), dict[str, int]()
+    values, record, found = whole_values(saved), read_record(saved), dict[str, int]()
     for file in sorted(saved.iterdir()):
         content = file.read_bytes()
         for seed in range(40):
@@ -141,7 +145,7 @@ def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(saved: Path, tmp_
             changed[place] ^= 1 << draw.randrange(8)
             file.write_bytes(changed)
             try:
-                torch.testing.assert_close(conversion.read_model(saved), values, rtol=0, atol=0)
+                torch.testing.assert_close(whole_values(saved), values, rtol=0, atol=0)
                 assert read_record(saved) == record
             except RuntimeProgramError as error:
                 assert "is damaged" in str(error) or "has the format" in str(error), error
@@ -155,7 +159,7 @@ def test_a_changed_record_is_refused(saved: Path) -> None:
     file = saved / "checkpoint.json"
     for change in ({"step": 8}, {"loss_scale": {}}, {"crc32": {}}, {"crc32": 1}, {"more": 1}):
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
-        with pytest.raises(RuntimeProgramError, match=r"checkpoint\.json has other bytes than were written"):
+        with pytest.raises(RuntimeProgramError, match=r"checkpoint\.json does not match its checksum"):
             read_record(saved)
         shutil.rmtree(saved)
         converted(saved)
@@ -167,7 +171,7 @@ def test_latest_stays_in_its_folder(name: str, saved: Path, tmp_path: Path) -> N
     (saved.parent / "linked").symlink_to(tmp_path / "outside")
     (saved.parent / "latest").write_text(name.format(tmp=tmp_path) + "\n")
 
-    with pytest.raises(RuntimeProgramError, match="latest has to name a folder beside it"):
+    with pytest.raises(RuntimeProgramError, match="latest must name a folder next to it"):
         find(saved.parent)
 
     (saved.parent / "latest").unlink()
@@ -210,8 +214,8 @@ def test_boxes_are_in_the_folder(saved: Path, tmp_path: Path) -> None:
     for name in ("../../elsewhere", str(tmp_path / "elsewhere")):
         (saved / "tensors.json").write_text(text.replace("__0_0.distcp", name))
         signed(saved)
-        with pytest.raises(RuntimeProgramError, match=r"has a box that is not in the folder"):
-            conversion.read_model(saved)
+        with pytest.raises(RuntimeProgramError, match=r"has a chunk that is not in the folder"):
+            whole_values(saved)
 
 
 def test_a_damaged_latest_checkpoint_is_not_left_out_of_what_is_there(saved: Path) -> None:

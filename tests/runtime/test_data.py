@@ -17,8 +17,8 @@ from torch import Tensor
 import graphpar as gp
 from graphpar.codegen.token_inputs import TokenInputs, token_inputs
 from graphpar.runtime import RuntimeProgramError, TokenDataset, first_batches, pad
-from graphpar.runtime.data import Rows
-from tests.programs import example
+from graphpar.runtime.training.data import Rows
+from tests.tools.programs import example
 
 
 def _rows(examples: int, batch: int, replica: int, replicas: int, first: int = 0, seed: int = 0) -> Rows:
@@ -117,7 +117,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.arange(1, 50, dtype=np.uint32).tofile(wide)
 
     for path, message, options in (
-        (tmp_path / "gone", "gone is not there", {}),
+        (tmp_path / "gone", "there is no file .*gone; give --data", {}),
         (folder, r"folder has no token files \(.bin, .npy, .safetensors\) and no .txt files", {}),
         (empty, "empty is empty", {}),
         (text, "text has 6 tokens, too few for a sequence of 8", {"length": 8}),
@@ -176,5 +176,5 @@ def test_padding_changes_nothing_but_the_length() -> None:
 
 def test_a_binary_file_is_not_taken_for_a_text(tmp_path: Path) -> None:
     (tmp_path / "data.parquet").write_bytes(b"PAR1\x00\x01" * 100)
-    with pytest.raises(RuntimeProgramError, match="it has zero bytes, so it is no text"):
+    with pytest.raises(RuntimeProgramError, match="it has zero bytes, so it is not a text"):
         TokenDataset(tmp_path / "data.parquet", length=8, vocabulary=256, ids="ids")

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.schedules import _check_gathers, _check_gradients
+from graphpar.runtime.stages.schedules import _check_gathers, _check_gradients
+from graphpar.schedules.action_table import with_state_actions
 from graphpar.schedules.registry import action_table
-from graphpar.schedules.table import with_state_actions
 
 MICROBATCHES = 4
 
@@ -47,7 +47,7 @@ def test_a_reduction_before_the_last_backward_is_refused() -> None:
     place = next(i for i, cell in enumerate(cells) if str(cell) == "0REDUCE_GRAD")
     early = [cells[place], *cells[:place], *cells[place + 1 :]]
 
-    with pytest.raises(RuntimeProgramError, match="after the last backward of stage 0, since gradients are lost else"):
+    with pytest.raises(RuntimeProgramError, match="after the last backward of stage 0, since gradients would be lost"):
         _check_gradients(program, early)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.verification import verify_all
-from tests.programs import example_file
+from tests.tools.programs import example_file
 
 
 class _Scores(nn.Module):

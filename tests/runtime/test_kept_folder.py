@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from graphpar.runtime.kept_folder import KeptFolder
+from graphpar.runtime.launching.launch import KeptFolder
 
 CODE = """
 import os, signal, sys
-from graphpar.runtime.kept_folder import KeptFolder
+from graphpar.runtime.launching.launch import KeptFolder
 folder = KeptFolder("graphpar-test-")
 print(folder.name, flush=True)
 os.kill(os.getpid(), int(sys.argv[1]))

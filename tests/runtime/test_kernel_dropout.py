@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpar.emitted import random_streams, recomputation
-from graphpar.runtime.kernel_dropout import Drawn
-from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.stages.dropout import Drawn, sample_keys
 from graphpar.verification.seeds import seed_problems
 
 P, ROWS, HEADS, LENGTH, WIDTH = 0.2, 2, 3, 16, 8
@@ -150,7 +149,7 @@ def test_one_seed_for_different_tensors_is_a_problem() -> None:
 
 def test_other_seeds_for_one_tensor_are_a_problem() -> None:
     (problem,) = seed_problems([[A], with_seed(A, 7), [C], [C]], MESH)
-    assert "other seeds on ranks 0 and 1" in problem
+    assert "different seeds on ranks 0 and 1" in problem
     (problem,) = seed_problems([[A], [], [C], [C]], MESH)
     assert "rank 1 0 times" in problem
     (problem,) = seed_problems([[], [], [], []], MESH)

@@ -16,9 +16,9 @@ import torch
 import yaml
 
 import graphpar as gp
-from graphpar.codegen.launch_files import launch_files
-from tests.programs import example
-from tests.rank_pool import RankPool
+from graphpar.codegen.scripts import launch_files
+from tests.tools.programs import example
+from tests.tools.rank_pool import RankPool
 
 
 def _plan(**pins: Any) -> gp.Plan:
@@ -38,7 +38,7 @@ def test_they_fill_the_nodes_of_the_cluster(cluster: str, mesh: dict[str, int], 
     from dataclasses import replace
 
     plan = replace(_plan(devices=2, mesh={"dp_replicate": 2}), mesh=gp.Mesh(**mesh), cluster=gp.Cluster.parse(cluster))
-    files = launch_files("MyModel", plan, "--steps 1")
+    files = launch_files("MyModel", plan)
     job = yaml.safe_load(files["launch.yaml"])
     pods = job["spec"]["pytorchReplicaSpecs"]
     container = pods["Master"]["template"]["spec"]["containers"][0]
@@ -61,9 +61,7 @@ def test_no_name_leaves_its_comment(name: str) -> None:
     cluster = gp.Cluster.parse("2x8xH100")
     strange = replace(cluster, device=replace(cluster.device, name=name))
     plan = replace(_plan(devices=2, mesh={"dp_replicate": 2}), mesh=gp.Mesh(dp_replicate=16))
-    usual, found = (
-        launch_files(named, replace(plan, cluster=on), "") for named, on in (("a", cluster), (name, strange))
-    )
+    usual, found = (launch_files(named, replace(plan, cluster=on)) for named, on in (("a", cluster), (name, strange)))
 
     for file, text in found.items():
         lines, before = (
@@ -100,7 +98,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     """Two nodes are two torchruns on this machine; their losses are those of one node."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
@@ -128,7 +126,7 @@ def test_two_nodes_meet(program: Path, tmp_path: Path, pool: RankPool) -> None:
     assert len(losses[0]) == 3 and losses[0] == losses[1]
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_path: Path) -> None:
     """The script says where torchrun and the backends listen; the losses are printed as ever."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -151,6 +149,43 @@ def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_pat
     assert ended.returncode == 0, ended.stderr
     assert len(json.loads(losses.read_text())) == 2
     assert (tmp_path / "seen").read_text().splitlines() == ["localhost False lo"] * 2
+
+
+@pytest.mark.costly
+def test_a_job_whose_time_is_nearly_up_saves(program: Path, tmp_path: Path) -> None:
+    """Slurm's part is played by a job step that passes a signal on to all of its processes, as srun does."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "srun").write_text(
+        f"#!{sys.executable}\n"
+        "import os, signal, subprocess, sys\n"
+        "from graphpar.runtime.launching.process_supervisor import descendants\n"
+        "step = subprocess.Popen(sys.argv[2:])\n"
+        "def pass_on(number, frame):\n"
+        f"    open({str(tmp_path / 'passed')!r}, 'a').write('TERM\\n')\n"
+        "    for pid in descendants(os.getpid()):\n"
+        "        os.kill(pid, number)\n"
+        "signal.signal(signal.SIGTERM, pass_on)\n"
+        "sys.exit(step.wait())\n"
+    )
+    for command in ("scontrol", "srun"):
+        (tmp_path / command).chmod(0o755)
+    variables = {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_ID": str(os.getpid()), "SLURM_SUBMIT_DIR": str(program)}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GRAPHPAR_DELAY": "after_loss:100"}
+    job = subprocess.Popen(
+        ["bash", program / "launch.sbatch", "--steps", "10000", "--checkpoint", str(tmp_path / "ck")],
+        env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert job.stdout is not None
+        begun = next(line for line in job.stdout if line.startswith("step    1 "))
+        job.send_signal(signal.SIGTERM)
+        job.send_signal(signal.SIGTERM)
+        printed = begun + job.communicate(timeout=120)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert int((tmp_path / "ck" / "latest").read_text()) >= 2, printed
+    assert (tmp_path / "passed").read_text() == "TERM\n"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpar.runtime import offloaded_state
-from graphpar.runtime.cast_once import CastOnce
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.host import Host, pretended
-from graphpar.runtime.offloaded_activations import OffloadedActivations
-from graphpar.runtime.offloaded_state import OffloadedState
+from graphpar.runtime.stages.cast_once import CastOnce
+from graphpar.runtime.stages.offloaded_activations import OffloadedActivations
+from graphpar.runtime.state import host as host_module
+from graphpar.runtime.state import offloaded_state
+from graphpar.runtime.state.host import Host, pretended
+from graphpar.runtime.state.offloaded_state import OffloadedState
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"amsgrad": True}),
@@ -104,6 +105,23 @@ def test_all_but_the_last_block_fetches_what_it_kept() -> None:
     each = x.nbytes
     assert activations.host.sent == 3 * 3 * each  # what enters, what the product made, its exponential
     assert activations.host.fetched == 2 * 3 * each
+
+
+def test_memory_of_the_host_has_the_size_of_what_is_kept_and_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the next power of two, and not more in a second step, also after a forward whose backward never came."""
+    taken: list[int] = []
+
+    def noted(nbytes: int, device: torch.device) -> Tensor:
+        taken.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_module, "host_memory", noted)
+    stage, _ = blocks(writes=False)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        stage(x).sum().backward()
+        stage(x)
+        assert taken == 3 * 3 * [x.nbytes]
 
 
 def test_what_is_written_after_it_was_kept_is_an_error_as_without() -> None:

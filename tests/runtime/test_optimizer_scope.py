@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.optimizer_scope import NeedsClosure, Scope, look
-from graphpar.runtime.optimizers import Described
-from tests.whole_parameters_fixture import OPTIMIZERS, Lars, parameters
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.state.optimizers import Described
+from tests.ranks.whole_parameters_script import OPTIMIZERS, Lars, parameters
 
 SHAPES = {
     "emb.weight": (50_000, 512), "0.weight": (24, 16), "0.bias": (24,), "1.weight": (16, 24), "1.bias": (16,), "conv.weight": (8, 4, 3, 3),
@@ -153,6 +153,19 @@ def test_each_element_by_itself(kind: str) -> None:
     )
 
 
+def test_new_tensors_and_fused_kernels_leave_each_element_by_itself() -> None:
+    def decayed(given: list[nn.Parameter]) -> None:
+        for each in given:
+            each.sub_(each.grad * each.new_full(each.shape, 0.1))
+
+    for make in (
+        lambda named: Simple(named, decayed),
+        lambda named: torch.optim.AdamW(parameters(named), lr=0.01, fused=True),
+    ):
+        assert look(make, MODEL, flat=True).scope is Scope.ELEMENT
+
+
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize(
     ("make", "scope", "over_slices"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.optimizers import Described, build_optimizer
+from graphpar.runtime.state.optimizers import Described, build_optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
 SHAPES = {"emb.weight": (10, 4), "layers.0.weight": (4, 4), "layers.0.bias": (4,), "layers.1.scale": ()}
@@ -66,7 +66,7 @@ def test_all_copies_are_stepped_and_none_on_other_ranks() -> None:
 
 def test_parameters_of_a_model_are_refused() -> None:
     foreign = nn.Parameter(torch.zeros(7))
-    with pytest.raises(RuntimeProgramError, match=r"shape \[7\] that is none of those that it was given"):
+    with pytest.raises(RuntimeProgramError, match=r"shape \[7\] that it did not receive"):
         build_optimizer(lambda _: torch.optim.AdamW([foreign]), {}, MODEL)
     with pytest.raises(RuntimeProgramError, match="failed on pairs of names and parameters: KeyError: 'x'"):
         build_optimizer(lambda named: dict(named)["x"], {}, MODEL)

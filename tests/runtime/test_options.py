@@ -93,6 +93,7 @@ def test_every_option_is_documented() -> None:
         assert known.help and not known.help.endswith("."), name
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", options_of(Decisions))
 def test_usual_values_are_values_and_legal_on_one_device(name: str) -> None:
     known = options_of(Decisions)[name]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.other_optimizers import OtherOptimizers
+from graphpar.runtime.state.optimizers import OtherOptimizers
 
 PROGRAM = cast(Manifest, SimpleNamespace(spec=lambda name: {}))
 
@@ -26,7 +26,7 @@ def stage() -> Iterator[nn.Module]:
     """A program's only stage, which has gradients that no optimizer has used."""
     made = model()
     made(torch.ones(1, 3)).sum().backward()
-    others = OtherOptimizers([made], made.parameters, PROGRAM)
+    others = OtherOptimizers([made], made.parameters(), PROGRAM)
     yield made
     others.close()
 
@@ -75,14 +75,14 @@ def test_one_whose_closure_computes_gradients_is_not(stage: nn.Module) -> None:
 
 def test_one_of_another_program_is_not(stage: nn.Module) -> None:
     other = model()
-    others = OtherOptimizers([other], other.parameters, PROGRAM)
+    others = OtherOptimizers([other], other.parameters(), PROGRAM)
     step(*other.parameters())  # its step was skipped
     others.close()
 
 
 def test_one_over_what_the_rank_updates_pieces_of_is_refused_until_the_program_is_closed() -> None:
     made, piece = model(), nn.Parameter(torch.zeros(5))
-    others = OtherOptimizers([made], lambda: [piece], PROGRAM)
+    others = OtherOptimizers([made], [piece], PROGRAM)
     step(piece)
     optimizer = torch.optim.SGD([piece], lr=0.1)
     optimizer.step()

@@ -9,8 +9,8 @@ import pytest
 
 import graphpar as gp
 from graphpar.runtime.errors import LaunchError
-from tests.programs import example, example_file
-from tests.rank_pool import RankPool
+from tests.tools.programs import example, example_file
+from tests.tools.rank_pool import RankPool
 
 SCRIPT = """
 import json, sys
@@ -55,6 +55,7 @@ def _run(folder: Path, given: str, pool: RankPool) -> list[dict[str, object]]:
     return [json.loads((folder / f"{given}_{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.costly
 def test_own_rows_are_the_whole_batch(folder: Path, pool: RankPool) -> None:
     whole, own = _run(folder, "whole", pool), _run(folder, "own", pool)
 
@@ -67,7 +68,8 @@ def test_own_rows_are_the_whole_batch(folder: Path, pool: RankPool) -> None:
     ]
 
 
+@pytest.mark.costly
 def test_rows_of_both_kinds_are_refused(folder: Path, pool: RankPool) -> None:
-    message = "the input ids has the rows of the whole batch, but labels those of one of 2 replicas"
+    message = "the input ids has the rows of the global batch, but labels those of one of 2 replicas"
     with pytest.raises(LaunchError, match=message):
         _run(folder, "mixed", pool)

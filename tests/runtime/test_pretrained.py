@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.runtime import Pipeline, conversion, start
+from graphpar.runtime import Pipeline, start
+from graphpar.runtime.checkpoints import conversion
+from tests.tools.whole_values import whole_values
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -62,6 +64,7 @@ SLOW = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", [*MODELS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
 def test_from_pretrained_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     model, ids = {**MODELS, **SLOW}[name](), torch.randint(32, (2, 6))
@@ -105,7 +108,7 @@ def test_from_pretrained_reads_what_is_exported(name: str, tmp_path: Path) -> No
         and len(set(json.loads((tmp_path / "hf" / conversion.INDEX).read_text())["weight_map"].values())) > 1
     )
     conversion.convert(tmp_path / "hf", tmp_path / "back" / "1", tmp_path / "out")
-    saved, back = (conversion.read_model(tmp_path / folder / "1") for folder in ("ckpt", "back"))
+    saved, back = (whole_values(tmp_path / folder / "1") for folder in ("ckpt", "back"))
     assert saved.keys() == back.keys() and all(torch.equal(back[key], value) for key, value in saved.items())
     with start() as ranks, Pipeline(tmp_path / "out", ranks.device) as pipeline:
         pipeline.load_weights(tmp_path / "hf")

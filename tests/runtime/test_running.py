@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ import pytest
 from graphpar.cli import passes_command
 from graphpar.cli.main import main
 from graphpar.cli.output import write_text
-from graphpar.runtime.process_supervisor import descendants
-from tests.samples import sample
+from graphpar.runtime.launching import process_supervisor
+from graphpar.runtime.launching.process_supervisor import descendants
+from tests.tools.samples import sample
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 LIMIT_S = 180.0
@@ -57,7 +59,7 @@ def gone(pids: list[int], within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("number", sample([signal.SIGTERM, signal.SIGKILL], 1), ids=lambda number: number.name)
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
     program: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -151,6 +153,77 @@ def test_nothing_is_left_soon_after_a_signal_at_any_moment(
         process.stdout.close()
 
 
+@contextlib.contextmanager
+def supervised(command: str, *folders: Path) -> Iterator[subprocess.Popen[str]]:
+    """A shell's command under the supervisor, which is killed at the end."""
+    shell = ["sh", "-c", command] if command else []
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", process_supervisor.__file__, *map(str, folders), "--", *shell],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system gives orphans to the supervisor")
+def test_an_orphan_of_a_command_ends_with_it(tmp_path: Path) -> None:
+    with supervised("(sleep 60 >&- & echo $!); exit 7", tmp_path) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        assert process.wait(LIMIT_S) == 7
+    left = Path(f"/proc/{orphan}").exists()
+    if left:
+        os.kill(orphan, signal.SIGKILL)
+    assert not left and tmp_path.exists()
+
+
+@pytest.mark.parametrize("how", ["the pipe closes", "SIGTERM", "SIGKILL"])
+def test_a_command_ends_in_order_with_its_supervisor(how: str, tmp_path: Path) -> None:
+    """A hangup and an interrupt of the terminal are for the command alone."""
+    if how == "SIGKILL" and sys.platform != "linux":
+        pytest.skip("only Linux tells a process of its parent's end")
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    command = "trap 'echo in order; exit 3' TERM; echo begun; i=0; while [ $((i+=1)) -lt 200 ]; do sleep 0.05; done"
+    with supervised(command, folder) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            process.send_signal(ignored)
+        if how == "the pipe closes":
+            process.stdin.close()
+        else:
+            process.send_signal(getattr(signal, how))
+        assert process.wait(LIMIT_S) == (-signal.SIGKILL if how == "SIGKILL" else 3)
+        assert process.stdout.readline() == "in order\n"
+    assert folder.exists() == (how != "the pipe closes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_that_the_supervisor_ignores_ends_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    with supervised(f"kill -{number.value} $$; exit 5", tmp_path) as process:
+        assert process.wait(LIMIT_S) == 128 + number
+
+
+def test_a_supervisor_without_a_command_removes_folders_when_the_pipe_closes(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    with supervised("", folder) as process:
+        assert process.stdin is not None
+        process.stdin.write("still here")
+        process.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        assert folder.exists()
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == 0
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_a_command_in_order(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
@@ -184,6 +257,7 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize(
     ("name", "number"),
@@ -235,7 +309,7 @@ def test_what_was_written_before_an_interruption_is_named(
     assert capsys.readouterr().err == f"Interrupted; it had written {tmp_path / 'page.html'}.\n"
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_a_rank_that_is_killed_is_named_with_its_signal(
     program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +324,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
     assert re.search(r"According to the plan, its 2 processes need \S+ \wi?B together; this machine has ", message)
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_a_rank_that_raises_shows_its_own_error_once(
     program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,17 +17,17 @@ from graphpar.runtime import (
     LaunchError,
     Pipeline,
     RuntimeProgramError,
-    checkpoint,
     load_manifest,
-    replicas,
     sample_keys,
 )
-from graphpar.runtime.launch import torchrun
-from graphpar.runtime.schedules import NAMES
+from graphpar.runtime.checkpoints import checkpoint
+from graphpar.runtime.launching.launch import torchrun
+from graphpar.runtime.launching.worker import JobResult, run_jobs
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.state import replicas
 from graphpar.runtime.torch_versions import SPLITS_BACKWARD
-from graphpar.runtime.worker import JobResult, run_jobs
-from tests import runtime_fixture as fixture
-from tests.rank_pool import RankPool
+from tests.ranks import runtime_script as fixture
+from tests.tools.rank_pool import RankPool
 
 STEPS, OPTIMIZER = 3, {"lr": 0.1, "momentum": 0.9}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -83,7 +83,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
     root = tmp_path_factory.mktemp("jobs")
     jobs: dict[str, Path] = {}
     for name, options in PROGRAMS.items():
-        schedule = name if name.lower() in {known.lower() for known in NAMES} else "1F1B"
+        schedule = (
+            name if name.lower() in {row.name.lower() for row in SCHEDULES.values() if row.torch_class} else "1F1B"
+        )
         jobs[name] = make_job(root / name, fixture.emit(root / f"{name}-out", schedule=schedule, **options))
     good = root / "GPipe-out"
     jobs["uneven batch"] = make_job(root / "uneven", good, {name: v[:7] for name, v in fixture.batch().items()})
@@ -165,7 +167,7 @@ def test_accumulation_clipping_evaluation_saving_and_inference(
     assert seen[0]["eval"] == pytest.approx({"loss": loss.item()}, rel=1e-5)
     assert seen[1]["eval"] == {}
     for values in seen:
-        assert "ranks 0 and 1 were given different values of target" in values["wrong"]
+        assert "ranks 0 and 1 got different values of target" in values["wrong"]
         assert "rank 1: the input input_ids has 7 rows" in values["uneven"]
         for name, total in values["grads"].items():
             assert total == pytest.approx(model.get_parameter(name).grad.sum().item(), rel=1e-2, abs=1e-4)
@@ -182,7 +184,7 @@ def test_accumulation_clipping_evaluation_saving_and_inference(
         assert torch.equal(model.get_parameter(name), value)
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_the_training_script_trains(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "my-program.1", stages=2, ranks=[0, 1])
     save_file(fixture.batch(), str(tmp_path / "batch.safetensors"))
@@ -210,15 +212,16 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
     assert not list(program.rglob("__pycache__"))
 
 
-@pytest.mark.sampled(1 / 3, of="real launches")
+@pytest.mark.costly
 def test_a_launch_with_another_number_of_ranks_tells_the_user(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "out", stages=2, ranks=[0, 1])
-    with pytest.raises(LaunchError, match=r"runs on 2 ranks .* torchrun --nproc-per-node 2 out/train.py") as caught:
+    with pytest.raises(LaunchError, match=r"runs on 2 ranks .* torchrun --nproc-per-node 2 \S*out/train.py") as caught:
         torchrun(program / "train.py", nproc=1, timeout_s=180)
     assert caught.value.user
     assert caught.value.rank is None  # all of them say so
 
 
+@pytest.mark.costly
 def test_a_launch_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text(f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"
@@ -290,7 +293,7 @@ def test_a_file_with_two_values_for_one_tensor_is_refused(alone: object, tmp_pat
     save_file(state | {"wte.weight": tied, "lm_head.weight": tied.clone()}, str(tmp_path / "same.safetensors"))
     pipeline.load_weights(tmp_path / "same.safetensors")
     save_file(state | {"wte.weight": tied, "lm_head.weight": tied + 1}, str(tmp_path / "other.safetensors"))
-    with pytest.raises(RuntimeProgramError, match=r"other values for lm_head.weight than for wte.weight"):
+    with pytest.raises(RuntimeProgramError, match=r"different values for lm_head.weight than for wte.weight"):
         pipeline.load_weights(tmp_path / "other.safetensors")
 
 
@@ -307,14 +310,14 @@ def test_a_checkpoint_saved_beside_training_has_the_values_of_its_step(alone: ob
 
     train(0)
     expected = {name: value.clone() for name, value in pipeline.state_dict().items()}
-    changed, save = threading.Event(), checkpoint.dcp_save
+    changed, write = threading.Event(), checkpoint.BoxWriter.write_data
 
-    def held_back(*args: Any, **options: Any) -> Any:
+    def held_back(*args: Any) -> Any:
         assert changed.wait(30)
-        return save(*args, **options)
+        return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "dcp_save", held_back)
+        patch.setattr(checkpoint.BoxWriter, "write_data", held_back)
         pipeline.save_checkpoint(tmp_path / "ckpt" / "1", optimizer, step=1, wait=False)
         train(1)
         changed.set()
@@ -323,6 +326,23 @@ def test_a_checkpoint_saved_beside_training_has_the_values_of_its_step(alone: ob
 
     assert found.step == 1
     assert all(torch.equal(value, expected[name]) for name, value in pipeline.state_dict().items())
+
+
+def test_what_fails_beside_training_is_said_by_the_next_call(
+    alone: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    pipeline = Pipeline(fixture.emit(tmp_path / "out", stages=1, ranks=[0]), seed=7)
+    pipeline.load_weights()
+    monkeypatch.setattr(checkpoint.BoxWriter, "write_data", full)
+    pipeline.save_checkpoint(tmp_path / "ckpt" / "1", step=1, wait=False)
+    with pytest.raises(
+        RuntimeProgramError, match=r"ckpt/1 can't be saved: rank 0: \[Errno 28\] No space left on device"
+    ):
+        pipeline.close()
+    assert list((tmp_path / "ckpt").iterdir()) == []
 
 
 def test_a_batch_with_other_names_or_dtypes_is_refused(alone: object, tmp_path: Path) -> None:

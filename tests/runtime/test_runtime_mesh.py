@@ -17,16 +17,17 @@ from torch import Tensor
 
 from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
 from graphpar.runtime.axes import AXES
-from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.launching.worker import JobResult, run_jobs
 from graphpar.runtime.layout import R, coordinates, joined_all, local_shard, parse_type, rank_at, shard_places
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.replicas import checksum
-from graphpar.runtime.worker import JobResult, run_jobs
+from graphpar.runtime.state.gradients import BUCKET_BYTES, Gradients, buckets
+from graphpar.runtime.state.parameters import Replicated
+from graphpar.runtime.state.replicas import checksum
 from graphpar.verification import Reference, Verification, compare
-from tests import runtime_fixture as fixture
-from tests import sharded_fixture as sharded
-from tests.rank_pool import RankPool
+from tests.ranks import runtime_script as fixture
+from tests.ranks import sharded_script as sharded
+from tests.tools.rank_pool import RankPool
 
 STEPS, OPTIMIZER = 2, {"lr": 0.1, "momentum": 0.9}
 DRIVEN = {"tp": {"tp": 2}, "pp x tp": {"pp": 2, "tp": 2}, "dp": {"dp": 2}}
@@ -101,6 +102,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[JobResult,
     return {name: (result, {**transformers, **mlps}[name]) for name, result in zip(jobs, results)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "four replicas"])
 def test_replicated_pipelines_equal_the_single_process_model(
     name: str, four: dict[str, tuple[JobResult, Path]], tied: Reference
@@ -128,6 +130,7 @@ def test_tensor_parallel_programs_equal_the_single_process_model(
     assert result.tensors(0)["buffer/block.0.scale"].shape == (4,)
 
 
+@pytest.mark.costly
 def test_all_three_axes_at_once(tmp_path: Path, mlp: Reference) -> None:
     program = sharded.emit(tmp_path / "out", pp=2, dp=2, tp=2)
     (result,) = run_jobs(
@@ -176,6 +179,7 @@ def test_verify_sees_a_replica_that_drifts_and_padding_that_is_not_zero(
     assert not compared(mlp, wrong_loss, program).ok
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.slow), "pp x tp", "dp"])
 def test_accumulation_clipping_saving_and_a_replica_with_other_weights(
     name: str, tmp_path: Path, pool: RankPool
@@ -217,7 +221,7 @@ def test_outputs_of_replicas_are_joined(tmp_path: Path, pool: RankPool) -> None:
     inference = fixture.emit(tmp_path / "inference", stages=2, ranks=[0, 1], infer=True, replicas=2)
     pool.torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=4, timeout_s=90)
     seen = json.loads((tmp_path / "drive_3.json").read_text())
-    assert "ranks 0 and 1 were given different values of target" in seen["wrong"]
+    assert "ranks 0 and 1 got different values of target" in seen["wrong"]
     assert "expects 8 (2 microbatches of 2 on each of 2 replicas)" in seen["uneven"]
     with torch.no_grad():
         logits = fixture.reference()(fixture.batch()["input_ids"], None, sample_keys(0, 0, fixture.BATCH))
@@ -243,7 +247,7 @@ def test_a_plan_that_cuts_wrongly_says_so(tmp_path: Path) -> None:
     def without_shape(edited: Any) -> None:
         del edited["interface"]["shapes"]["block.0.up.bias"]
 
-    assert "'block.0.up.bias' is sharded, but interface.shapes does not have its whole shape" in error(without_shape)
+    assert "'block.0.up.bias' is sharded, but interface.shapes does not have its full shape" in error(without_shape)
     ties = error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "R"}, "out.weight": {"tp": "I"}}))
     assert "the names table.weight, out.weight of one parameter have different types" in ties
     assert "'Q' is not a type" in error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "Q"}}))
@@ -281,11 +285,35 @@ def test_pieces_join_to_the_whole(texts: dict[str, str]) -> None:
     assert torch.equal(joined_all(pieces, whole.shape, spec, degrees), whole)
 
 
+def test_16384_ranks_make_one_call_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, tuple[int, int, bool]] = {}
+
+    def split_group(
+        parent: None, groups: list[list[int]], *, pg_options: SimpleNamespace, group_desc: str, **_: object
+    ) -> None:
+        assert group_desc not in made and len({rank for group in groups for rank in group}) == 16384
+        made[group_desc] = len(groups), len(groups[0]), pg_options.is_high_priority_stream
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16384)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "split_group", split_group)
+    backend = SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=False, _timeout=None))
+    monkeypatch.setattr("graphpar.runtime.groups._backend", lambda _: backend)
+    degrees = {"pp": 8, "dp_replicate": 8, "dp_shard": 16, "cp": 2, "tp": 8}
+    groups = Groups(degrees, torch.device("cuda"))
+    assert made.pop("dp_replicate_dp_shard") == (128, 128, False)
+    assert made == {axis: (16384 // degree, degree, axis in ("pp", "tp")) for axis, degree in degrees.items()}
+    made.clear()
+    assert groups["fsdp"] is None and made == {"state": (512, 32, False)}
+
+
 def test_groups_of_several_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks))
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr("graphpar.runtime.groups.group_timeout", lambda _: None)
     groups = Groups({"pp": 2, "dp_replicate": 2, "tp": 2}, torch.device("cpu"))
     assert made == [
@@ -316,13 +344,14 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
     def all_reduce(tensor: Tensor, **options: Any) -> None:
         events.append(f"sum of {tensor.numel()}" if options.get("async_op") else "flags")
 
-    monkeypatch.setattr("graphpar.runtime.gradients.dist.all_reduce", all_reduce)
-    monkeypatch.setattr("graphpar.runtime.gradients.BUCKET_BYTES", 1)
+    monkeypatch.setattr("graphpar.runtime.state.gradients.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("graphpar.runtime.state.gradients.BUCKET_BYTES", 1)
     group, microbatches = object(), 2
     replicas = SimpleNamespace(
         rank=0,
         degrees={"dp_replicate": 2},
         place={"pp": 0, "dp_replicate": 0},
+        axes={"dp_replicate": group},
         gather=lambda _, value: [value],
         over=lambda *_: group,
     )
@@ -334,6 +363,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         reduced=None,
         dtype="fp32",
         scales_loss=False,
+        pp=1,
         fully_sharded=frozenset(),
         stored=lambda _: {"dp_replicate": R},
     )
@@ -349,7 +379,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         x.sum().backward()
         by_hand.grad = torch.ones(5) if by_hand.grad is None else by_hand.grad + 1
 
-    gradients = Gradients([model], manifest, replicas, torch.device("cpu"))  # type: ignore[arg-type]
+    gradients = Gradients(Replicated([model], manifest, replicas), torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(2):  # the second step adds to what is there
         gradients.take()
         backward()

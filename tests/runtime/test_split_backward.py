@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from graphpar.runtime.split_backward import guard, is_whole
+from graphpar.runtime.stages.split_backward import guard, is_whole
 from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 
 WIDTH = 4
@@ -73,6 +73,7 @@ def _gradients(stage: nn.Module, *, halves: bool) -> tuple[list[Tensor | None], 
     return [*found, *(parameter.grad for parameter in stage.parameters())], halves and not is_whole(held)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("begin", range(0, 200, 50))
 def test_halves_are_exact(begin: int) -> None:
     split = 0

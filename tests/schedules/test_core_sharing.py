@@ -17,7 +17,7 @@ from graphpar.hardware.devices import DEVICES, Link
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import choose
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planning import estimate_plan
+from graphpar.passes.planning.prices import estimate_plan
 from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.registry import action_table

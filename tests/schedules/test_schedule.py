@@ -15,18 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphpar.errors import GraphparError
-from graphpar.schedules.order import check_deadlock
-from graphpar.schedules.registry import (
-    SCHEDULES,
-    action_table,
-    bubble_warning,
-    canonical_name,
-    check_legal,
-    legal_microbatches,
-    stage_ranks,
-)
-from graphpar.schedules.simulation import draw, simulate
-from graphpar.schedules.table import (
+from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
+from graphpar.schedules.action_table import (
     Action,
     ActionTable,
     Cell,
@@ -37,6 +27,9 @@ from graphpar.schedules.table import (
     parse_table,
     validate_table,
 )
+from graphpar.schedules.order import check_deadlock
+from graphpar.schedules.registry import action_table, bubble_warning, check_legal, legal_microbatches, stage_ranks
+from graphpar.schedules.simulation import draw, simulate
 
 NAMES = list(SCHEDULES)
 RUNNABLE = [name for name in NAMES if SCHEDULES[name].torch_class is not None]
@@ -280,6 +273,7 @@ actions = st.builds(Action, st.integers(0, 20), st.sampled_from(["F", "B", "I", 
 cells: st.SearchStrategy[Cell] = st.one_of(st.none(), actions, st.builds(Pair, st.tuples(actions, actions)))
 
 
+@pytest.mark.costly
 @given(st.lists(st.lists(cells, max_size=6), max_size=4).filter(lambda rows: bool(rows) and any(rows[-1])))
 def test_text_round_trip(rows: list[list[Cell]]) -> None:
     table = make_table(rows)
@@ -414,6 +408,7 @@ def corrupted(table: ActionTable, data: st.DataObject) -> ActionTable:
     return make_table(rows)
 
 
+@pytest.mark.costly
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(legal_tables(least_ranks=2), st.data())
 def test_any_corruption_of_a_legal_table_is_refused(table: ActionTable, data: st.DataObject) -> None:
@@ -478,6 +473,7 @@ def swapped(table: ActionTable, swaps: list[tuple[int, int, int]]) -> ActionTabl
     return make_table(rows)
 
 
+@pytest.mark.costly
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(legal_tables(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99)), max_size=3))
 def test_a_reordered_table_deadlocks_when_torch_cannot_place_its_transfers(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from graphpar.errors import GraphparError
 from graphpar.report.trace import chrome_trace
+from graphpar.schedules.action_table import Action, ActionTable, parse_table, validate_table
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_order, action_table
 from graphpar.schedules.simulation import Timeline, Transfers, in_flight, most_in_flight, peak_in_flight, simulate
-from graphpar.schedules.table import Action, ActionTable, parse_table, validate_table
 from graphpar.schedules.zero_bubble import StageCosts, automatic
 from tests.schedules.test_schedule import legal_tables, quick_stages
 
@@ -31,6 +31,7 @@ NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-h1": "ZB-H1"
 # --------------------------------------------------------------------------------------- closed forms
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 @given(p=st.integers(1, 5), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @QUICK
@@ -159,6 +160,7 @@ def test_published_bubble_rates(row: dict[str, Any]) -> None:
     assert rate == pytest.approx(row["bubble_rate"], abs=0.005 if per_rank > 1 else 1e-4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "row",
     [
@@ -181,6 +183,7 @@ def test_published_bubble_rates_of_automatic_schedules(row: dict[str, Any]) -> N
     assert rate == pytest.approx(row["bubble_rate"], abs=0.002)
 
 
+@pytest.mark.costly
 @given(
     st.lists(st.tuples(*[st.integers(0, 5)] * 5), min_size=1, max_size=4),
     st.integers(1, 8),
@@ -345,7 +348,7 @@ def test_longer_actions_and_transfers_never_shorten_a_step(table: ActionTable, d
         (([1], [1, 1]), "forward has 1 costs for 2 stages"),
         (([1, -1], [1, 1]), "forward cost of stage 1 is -1"),
         (([1, 1], [1, float("nan")]), "backward cost of stage 1 is nan"),
-        (([1, 1], [1, 1], [1, 2]), "weight cost of stage 1, 2, is more than its whole backward, 1"),
+        (([1, 1], [1, 1], [1, 2]), "weight cost of stage 1, 2, is more than its full backward, 1"),
     ],
 )
 def test_bad_costs(costs: tuple[list[float], ...], message: str) -> None:

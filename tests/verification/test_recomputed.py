@@ -15,7 +15,7 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification.type_check import check_folder
-from tests.programs import example, norms_pinned
+from tests.tools.programs import example, norms_pinned
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 
@@ -41,6 +41,7 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("recompute", "mesh"),
     [
@@ -57,10 +58,12 @@ def test_programs_recompute_what_their_plans_say(tmp_path: Path, recompute: Reco
     assert check_folder(emitted(tmp_path / "out", recompute, **mesh)).problems == []
 
 
+@pytest.mark.costly
 def test_blocks_each_in_their_way(tmp_path: Path) -> None:
     assert check_folder(emitted(tmp_path / "out", BY_BLOCK, "llama", pp=2, tp=2)).problems == []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -104,6 +107,7 @@ def test_an_edited_program_is_found(tmp_path: Path) -> None:
     assert "nothing is called for blocks.3, but plan.json's recompute says full" in problem
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["ful", "budget:1.5", "budget:much", 3, ["full"]])
 def test_an_unknown_kind_is_refused(tmp_path: Path, kind: object) -> None:
     folder = emitted(tmp_path / "out", BY_BLOCK, "llama", tp=2)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.verification.policy import LossesInFloat
 from graphpar.verification.recorded import function_of
 
 ROWS, WIDTH, STEPS, RATE, MOMENTUM = 8, 12, 3, 0.1, 0.9
@@ -55,6 +56,22 @@ def by_hand(model: Scored, batch: Mapping[str, Tensor]) -> Tensor:
     return -scores[torch.arange(ROWS), batch["labels"]].mean()
 
 
+def test_losses_of_half_precision_are_those_of_floats() -> None:
+    """In the loss function all that computes with parameters is in fp32, but what it reads and writes of them is theirs."""
+    scores, labels = torch.randn(4, 3).bfloat16(), torch.arange(3).repeat(2)[:4]
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    half = weight.detach().clone()
+    with LossesInFloat():
+        assert torch.equal(F.cross_entropy(scores, labels), F.cross_entropy(scores.float(), labels))
+        assert (weight * 2).dtype == F.relu(scores).dtype == torch.bfloat16
+    with LossesInFloat(in_loss_fn=True):
+        assert F.cross_entropy(scores, labels).dtype == (weight * 2).dtype == torch.float32
+        assert (half * 2).dtype == weight.dtype == torch.bfloat16
+        weight.grad = half
+    assert weight.grad is half
+
+
+@pytest.mark.costly
 def test_a_function_that_computes_the_same(parts: gp.Parts) -> None:
     outcome = gp.verify(parts, 2, reference=by_hand)
 
@@ -62,6 +79,7 @@ def test_a_function_that_computes_the_same(parts: gp.Parts) -> None:
     assert {"loss", "gradient", "norm", "parameter", "buffer"} == set(outcome.max_error)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("factor", [pytest.param(2.0, marks=pytest.mark.slow), 1.001])
 def test_a_function_that_computes_something_else(parts: gp.Parts, factor: float) -> None:
     outcome = gp.verify(parts, 2, reference=lambda model, batch: by_hand(model, batch) * factor)

@@ -21,14 +21,14 @@ from graphpar.cli.main import main
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding.check_types import check_types
-from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.shard import lower
 from graphpar.verification.type_check import CheckResult, check_folder
-from tests.architectures import program_of
-from tests.programs import example, norms_pinned
-from tests.whole_modules import with_whole_modules
+from tests.models.architectures import program_of
+from tests.models.whole_modules import with_whole_modules
+from tests.tools.programs import example, norms_pinned
 
 Emit = Callable[..., Path]
 
@@ -52,6 +52,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Emit:
 # ---- right programs --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "bert", "gpt_dropout", "mixtral", "unet"])
 @pytest.mark.sampled(1 / 2)
 def test_examples_pass_with_every_operator_checked(name: str, emitted: Emit) -> None:
@@ -62,6 +63,7 @@ def test_examples_pass_with_every_operator_checked(name: str, emitted: Emit) -> 
     assert result.unchecked == {}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt2_tiny", "mixtral"])
 @pytest.mark.sampled(1 / 2)
 def test_stages_replicas_and_tensor_parallelism_together(name: str, emitted: Emit) -> None:
@@ -70,11 +72,13 @@ def test_stages_replicas_and_tensor_parallelism_together(name: str, emitted: Emi
     assert (result.ok, result.world_size, result.stages) == (True, 8, 2), result.problems
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp_replicate": 2}, {"pp": 1}], ids=str)
 def test_programs_without_collectives_pass(mesh: dict[str, int], emitted: Emit) -> None:
     assert check_folder(emitted("gpt2_tiny", **mesh)).ok
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("replicas", [1024, 2500])
 def test_thousands_of_ranks_are_checked_in_seconds_in_one_process(replicas: int, emitted: Emit) -> None:
     folder = emitted("gpt_dropout", replicas, tp=4, dp_replicate=replicas)
@@ -222,16 +226,15 @@ FAULTS = {
     ),
     "a table that is not cut": (
         [("vocab_embedding(ids, self.table.weight", "vocab_embedding(ids, self.gain.expand(4, 6)")],
-        "vocab_embedding takes a table that is sharded over tp, not R@dp_replicate, R@tp",
+        "vocab_embedding takes weight S(0), ids R on tp, not ids V@dp_replicate, R@tp, weight R@dp_replicate, R@tp",
     ),
     "logits that are not cut": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce_both(logits, "tp")\n')],
-        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, "
-        "not V@dp_replicate, R@tp and V@dp_replicate, R@tp",
+        "vocab_cross_entropy takes logits S(1), target R on tp, not logits V@dp_replicate, R@tp, target V@dp_replicate, R@tp",
     ),
     "logits that are a partial sum": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = first_only(all_reduce_both(logits, "tp"), "tp")\n')],
-        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, not V@dp_replicate, P@tp and",
+        "vocab_cross_entropy takes logits S(1), target R on tp, not logits V@dp_replicate, P@tp, target",
     ),
     "logits that are a partial sum over replicas": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce(logits, "dp_replicate")\n'
@@ -240,8 +243,7 @@ FAULTS = {
     ),
     "labels that are cut": (
         [("target.flatten()", 'shard(target, "tp", dim=1).repeat(1, 2)[:, :5].flatten()')],
-        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, "
-        "not V@dp_replicate, V@tp and V@dp_replicate, V@tp",
+        "vocab_cross_entropy takes logits S(1), target R on tp, not logits V@dp_replicate, V@tp, target V@dp_replicate, V@tp",
     ),
     "a number that differs by rank": (
         [("h = h + all_reduce", 'h = h * (1 + rank("tp")) + all_reduce')],
@@ -398,6 +400,7 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
                 yield f"{other} for {name} in line {node.lineno}", swapped
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "axis"),
     [
@@ -442,7 +445,7 @@ def _transition(local: Program, name: str, fits: Callable[[fx.Node], bool] = lam
 def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any], axis: str = "tp") -> list[str]:
     program = example(name)
     plan = gp.plan(program, mesh={axis: 2}, shard_plan=norms_pinned(program, norms))
-    separated = prepared(program.at_batch(plan.microbatch_size), {}, plan.sharding.points)
+    separated = prepared(program, plan.sharding, plan.microbatch_size)
     problem = build_problem(separated, plan.sharding.degrees)
     local = lower(separated, plan.sharding)
     assert check_types(problem, local) == []
@@ -532,6 +535,7 @@ def test_faults_in_rows_of_experts_are_found(plant: Callable[[Program], Any]) ->
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_the_command_prints_json_and_says_by_its_exit_code_whether_all_is_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -549,6 +553,7 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_all_is_well(
     assert "There is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.costly
 def test_check_of_parts_in_memory() -> None:
     program = example("gpt")
     assert gp.check(gp.partition(program, gp.plan(program, mesh={"tp": 2}))).ok
@@ -577,6 +582,7 @@ def test_an_edited_dtype_of_gathers_is_found(tmp_path: Path) -> None:
     assert "is read in float32, but interface.gather_dtype gathers it in bfloat16" in problem
 
 
+@pytest.mark.costly
 def test_parameters_are_gathered_in_the_dtype_of_the_computation(tmp_path: Path) -> None:
     program = program_of("gpt2", dtype="bf16")
     folder = gp.partition(program, gp.plan(program, mesh={"dp_shard": 2})).save(tmp_path / "out")

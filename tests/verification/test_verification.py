@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli import verify_command
-from graphpar.runtime.worker import JobResult
+from graphpar.runtime.launching.worker import JobResult
 from graphpar.verification import Reference, Verification, compare, reference_for, verify_all
-from tests.programs import example, example_file
-from tests.rank_pool import RankPool
+from tests.tools.programs import example, example_file
+from tests.tools.rank_pool import RankPool
 
 
 def _program(name: str, folder: Path, **pins: object) -> tuple[gp.Parts, Path]:
@@ -91,12 +91,14 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
     )
     names = list(folders)
     shifted, doubled = _shifted(root)
+    evaluating, dropping = _dropping()
     results = verify_all(
-        [*(folders[name] for name in names), shifted, doubled],
-        references=[*[reference] * len(names), None, None],
+        [*(folders[name] for name in names), shifted, doubled, evaluating, dropping],
+        references=[*[reference] * len(names), None, None, None, None],
         timeout_s=400,
     )
-    return dict(zip([*names, "zero but for rounding", "zero but for rounding, scaled gradient"], results))
+    others = ("zero but for rounding", "zero but for rounding, scaled gradient", "evaluating", "dropping in evaluation")
+    return dict(zip([*names, *others], results))
 
 
 class _Shifted(nn.Module):
@@ -122,10 +124,42 @@ def _shifted(root: Path) -> tuple[gp.Parts, gp.Parts]:
     return honest, wrong
 
 
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.norm(self.first(x)).tanh(), 0.3, self.training)).square().mean()
+
+
+def _dropping() -> tuple[gp.Parts, gp.Parts]:
+    """An honest program that evaluates, and one that drops out there as in training."""
+    torch.manual_seed(0)
+    program = gp.export(_Dropping(), (torch.randn(8, 16),), evaluates=True)
+    assert program.no_eval is None
+    plan = gp.plan(program, mesh={"pp": 2}, split=["second"], allow_batch_coupling=True)
+    honest, wrong = gp.partition(program, plan), gp.partition(program, plan)
+    for file in wrong.folder.glob("stage_*.py"):
+        file.write_text(file.read_text().replace("training=self.training", "training=True"))
+    return honest, wrong
+
+
+@pytest.mark.costly
+def test_evaluation_is_compared(tampered: dict[str, Verification]) -> None:
+    honest, wrong = tampered["evaluating"], tampered["dropping in evaluation"]
+
+    assert honest.ok, honest
+    assert not wrong.ok and wrong.first_difference is not None
+    assert (wrong.first_difference.step, wrong.first_difference.kind) == ("evaluation", "loss")
+
+
+@pytest.mark.costly
 def test_the_honest_program_passes(tampered: dict[str, Verification]) -> None:
     assert tampered["honest"].ok, tampered["honest"].to_json()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [("scaled gradient", "gradient"), ("scaled gradient of one layer", "gradient"), ("local denominator", "gradient")],
@@ -137,6 +171,7 @@ def test_a_wrong_gradient_fails(tampered: dict[str, Verification], fault: str, k
     assert result.max_error[kind] > 100 * result.tolerance[kind]
 
 
+@pytest.mark.costly
 def test_drifting_ties_fail(tampered: dict[str, Verification]) -> None:
     result = tampered["drifting ties"]
 
@@ -144,6 +179,7 @@ def test_drifting_ties_fail(tampered: dict[str, Verification]) -> None:
     assert any("tied parameter" in problem and "differ" in problem for problem in result.problems)
 
 
+@pytest.mark.costly
 def test_a_lost_gradient_fails(tampered: dict[str, Verification]) -> None:
     result = tampered["lost gradient"]
 
@@ -151,6 +187,7 @@ def test_a_lost_gradient_fails(tampered: dict[str, Verification]) -> None:
     assert any("norm.weight" in problem and "no gradient" in problem for problem in result.problems)
 
 
+@pytest.mark.costly
 def test_an_eps_that_is_off_by_5e_8_fails(tampered: dict[str, Verification]) -> None:
     """In fp32 it is within what rounding may do; in fp64 it is not."""
     result = tampered["eps"]
@@ -159,6 +196,7 @@ def test_an_eps_that_is_off_by_5e_8_fails(tampered: dict[str, Verification]) -> 
     assert result.native is not None and result.native.ok, result.native.max_error
 
 
+@pytest.mark.costly
 def test_fewer_bits_than_the_models_fail(tampered: dict[str, Verification]) -> None:
     """In fp64 a cast to bf16 is none; the first loss in fp32 shows it."""
     result = tampered["fewer bits"]
@@ -167,6 +205,7 @@ def test_fewer_bits_than_the_models_fail(tampered: dict[str, Verification]) -> N
     assert any("computes something in fewer bits than the model" in problem for problem in result.problems)
 
 
+@pytest.mark.costly
 def test_a_denominator_that_fits_the_example_alone_fails(tampered: dict[str, Verification]) -> None:
     result = tampered["the example's denominator"]
 
@@ -176,6 +215,7 @@ def test_a_denominator_that_fits_the_example_alone_fails(tampered: dict[str, Ver
     assert (result.first_difference.step, result.first_difference.kind) == (1, "loss")
 
 
+@pytest.mark.costly
 def test_what_is_rounding_alone_is_decided_in_fp64(tampered: dict[str, Verification]) -> None:
     honest, wrong = tampered["zero but for rounding"], tampered["zero but for rounding, scaled gradient"]
 
@@ -196,6 +236,7 @@ class Behind(nn.Module):
         return self.last(torch.tanh(self.first(x)).double()).float()
 
 
+@pytest.mark.costly
 def test_float64_behind_float32_is_decided_in_fp64() -> None:
     torch.manual_seed(0)
     program = gp.export(Behind(), (torch.randn(8, 6),), loss_fn=lambda output: output.square().mean())
@@ -205,6 +246,7 @@ def test_float64_behind_float32_is_decided_in_fp64() -> None:
     assert result.ok, result.problems
 
 
+@pytest.mark.costly
 def test_the_first_difference_is_the_gradient_that_the_backward_comes_to_first(
     tampered: dict[str, Verification],
 ) -> None:
@@ -307,6 +349,19 @@ def test_buffers_are_held_to_their_own_dtypes_and_spread(head_first: tuple[gp.Pl
     assert not outcome.ok and outcome.worst["buffer"] == "n.steps"
 
 
+@pytest.mark.parametrize("key", ["buffer/n.steps", "param/body.3.up.weight", "grad/0/body.3.up.weight"])
+def test_what_no_rank_has_written_is_no_success(head_first: tuple[gp.Plan, Reference], key: str) -> None:
+    plan, plain = head_first
+    reference = replace(plain, buffers={"n.steps": torch.tensor(3)}, persistent=frozenset({"n.steps"}))
+    written = _Faked.of(reference)
+    assert compare(reference, written, plan, 2).ok
+    del vars(written)["written"][key]
+
+    outcome = compare(reference, written, plan, 2)
+
+    assert not outcome.ok and key.rpartition("/")[2] in outcome.problems[0]
+
+
 def test_buffers_are_compared_before_the_first_step(tmp_path: Path) -> None:
     """A table that no weights hold, read from the program's own file; the first difference names it."""
     model = Tables()
@@ -368,6 +423,7 @@ def test_a_loss_may_read_the_models_parameters() -> None:
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4, dtype=torch.float64))
 
 
+@pytest.mark.costly
 def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path, pool: RankPool) -> None:
     """The emitted folder and its weights are all that is needed."""
     shutil.copy(example_file("gpt").path, tmp_path / "model.py")

@@ -163,7 +163,7 @@ _EXAMPLE = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     ("allowed", "said"),
     [
         (lambda x: True, "different rows and values"),
-        (lambda x: all(any(torch.equal(row, own) for own in _EXAMPLE) for row in x), "draws rows of the example"),
+        (lambda x: all(any(torch.equal(row, own) for own in _EXAMPLE) for row in x), "resamples rows of the example"),
         (lambda x: torch.equal(x, _EXAMPLE), "all steps have the example's batch"),
     ],
 )
@@ -172,6 +172,7 @@ def test_the_reference_takes_what_the_model_takes(allowed: Any, said: str) -> No
     assert said in reference.data and reference.finite
 
 
+@pytest.mark.costly
 def test_a_loss_that_is_nan_where_a_row_is_ignored_gets_other_batches() -> None:
     """A mean of each row: 0 / 0 where a row has no label."""
     labels = _ids(4, 6, below=3)

@@ -15,14 +15,18 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import HIDES, Masks
 from graphpar.passes.normalize.graph_matching import (
+    Number,
+    Value,
+    call,
     follows_parameters,
     insert_call,
     insert_helper,
     is_call,
+    matches,
     number,
     sizes,
 )
-from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.option_kinds import GENERATE
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -49,12 +53,12 @@ class Written:
         return insert_call(node, _ATTENTION, (self.query, _turned(node, self.keys), self.value, self.mask), options)
 
 
-def plain_attention(node: fx.Node, masks: Masks) -> bool:
+def plain_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
     """``softmax(scale * q @ k.mT + mask) @ v``: one call."""
-    found = written_attention(node, masks)
-    if found is None or found.cap is not None:
+    written = written_attention(node, masks)
+    if written is None or written.cap is not None:
         return False
-    found.call(node)
+    written.call(node)
     return True
 
 
@@ -159,7 +163,7 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
         scores, shown = second, first
     else:
         return None
-    return (scores, shown) if _is_minus_infinity(node.args[2]) or _proven(shown, node, masks) else None
+    return (scores, shown) if _filled(node.args[2]) == float("-inf") or _proven(shown, node, masks) else None
 
 
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
@@ -181,10 +185,6 @@ def _filled(value: Any) -> float | None:
 def _hides(value: Any) -> bool:
     filled = _filled(value)
     return filled is not None and filled <= HIDES
-
-
-def _is_minus_infinity(value: Any) -> bool:
-    return _filled(value) == float("-inf")
 
 
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
@@ -211,7 +211,7 @@ def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
     return insert_helper(node, _aten.transpose.int, (keys, -2, -1), value_of(keys).transpose(-2, -1))
 
 
-def causal_attention(node: fx.Node, masks: Masks) -> bool:
+def causal_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
     """A mask of which the values prove that it is causal is no operand."""
     length = sizes(node.args[0])[-2]
     if mask_window(node, masks) is None or not masks.is_causal(literal(node, "attn_mask"), length):
@@ -239,7 +239,7 @@ def without_mask(node: fx.Node) -> fx.Node:
     return insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
 
 
-def grouped_heads(node: fx.Node, masks: Masks) -> bool:
+def grouped_heads(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
     """Keys and values that are repeated for each group of heads are given once; kernels that take a mask want them repeated."""
     return without_repeats(node) is not None
 
@@ -259,27 +259,22 @@ def without_repeats(node: fx.Node) -> fx.Node | None:
     return insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
 
 
+_INTERLEAVED = call("repeat_interleave", Value("once"), Number("times"))
+_EXPANDED = call(Kind.RESHAPE, call("expand", call("unsqueeze", Value("once"), name="single"), name="repeated"))
+
+
 def _unrepeated(node: Any) -> fx.Node | None:
     """Return x [b, groups, s, d] of x.unsqueeze(2).expand(b, groups, n, s, d).flatten(1, 2), or of x.repeat_interleave(n, 1)."""
-    if is_call(node, "repeat_interleave"):
-        source, repeats, dim = node.args[0], number(node.args[1]), literal(node, "dim")
-        rank = value_of(node).ndim
-        return source if repeats is not None and dim is not None and dim % rank == rank - 3 else None  # type: ignore[return-value]
+    for found in matches(_INTERLEAVED, node):
+        dim, rank = literal(node, "dim"), value_of(node).ndim
+        return found["once"] if dim is not None and dim % rank == rank - 3 else None  # type: ignore[no-any-return]
     while is_call(node, "contiguous", "clone"):
         node = node.args[0]
-    if not isinstance(node, fx.Node) or record_of(node).kind is not Kind.RESHAPE or value_of(node).ndim != 4:
-        return None
-    expanded = node.args[0]
-    if not is_call(expanded, "expand") or not isinstance(expanded.args[0], fx.Node):  # type: ignore[union-attr]
-        return None
-    made, whole = sizes(node), sizes(expanded)
-    source = expanded.args[0]  # type: ignore[union-attr]
-    if value_of(source).ndim != 5 or not is_call(source, "unsqueeze") or literal(source, "dim") not in (2, -3):
-        return None
-    inner = source.args[0]
-    before = sizes(inner)
-    kept = [before[1], before[2], before[3]] == [whole[1], whole[3], whole[4]]
-    groups, times = whole[1:3]
-    heads = groups * times if isinstance(groups, int) and isinstance(times, int) else None
-    joined = [made[1], made[2], made[3]] == [heads, whole[3], whole[4]]
-    return inner if kept and joined else None  # type: ignore[return-value]
+    for found in matches(_EXPANDED, node):
+        once, repeated, made = (sizes(each) for each in (found["once"], found["repeated"], node))
+        if (len(once), len(repeated), len(made)) == (4, 5, 4) and literal(found["single"], "dim") in (2, -3):
+            _, groups, times, *rest = repeated
+            heads = groups * times if isinstance(groups, int) and isinstance(times, int) else None
+            if once[1:] == [groups, *rest] and made[1:] == [heads, *rest]:
+                return found["once"]  # type: ignore[no-any-return]
+    return None

@@ -48,7 +48,10 @@ def written_buffers_of(program: Program) -> WrittenBuffers:
             continue
         if node.op == "call_module":
             block = _Block(
-                program.block_of(node).graph, f"{node.target}.", [memory.get(a) for a in _operands(node)], program
+                program.block_of(node).graph,
+                f"{node.target}.",
+                [memory.get(a) for a in node.args if isinstance(a, fx.Node)],
+                program,
             )
             _note(found, node, block.used, block.written)
             several[node] = block.results
@@ -63,10 +66,6 @@ def written_buffers_of(program: Program) -> WrittenBuffers:
                 memory |= {} if place is None else {node: place}
     written = {name: uses for name, uses in found.items() if uses.last_write is not None}
     return WrittenBuffers(list(written.values()), {node: name for node, name in memory.items() if name in written})
-
-
-def _operands(call: fx.Node) -> list[fx.Node]:
-    return [argument for argument in call.args if isinstance(argument, fx.Node)]
 
 
 def _note(found: dict[str, BufferUses], node: fx.Node, used: Iterable[str], written: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ Other masks (``triu`` of ones) are made, up to ``MOST_ELEMENTS``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import Tensor, fx
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, TensorInfo, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
+from graphpar.operators.rules import rule_of
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.alike_examples import differs
 from graphpar.passes.normalize.functional import is_inplace
 from graphpar.passes.normalize.graph_matching import number, sizes
-from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.option_kinds import GENERATE
 
 HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
@@ -34,7 +34,7 @@ MOST_ELEMENTS = 2**26
 SMALL = 2**16
 """Masks with more elements are bands, where they can be said so."""
 _EXAMPLES = 2
-"""So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.alike_examples`)."""
+"""So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.causal_masks`)."""
 _ALL, _SHORT = 128, 16
 """Of a sequence of at most so many positions, masks of all lengths are tried; of a longer one, so many of the shortest, and a few."""
 _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
@@ -207,15 +207,15 @@ class _Values:
         Raises:
             _UnknownError: it depends on inputs, parameters or buffers, or is too large.
         """
-        wanted, left = {node}, [node]
+        required, left = {node}, [node]
         while left:
-            above = [each for each in self._needed(left.pop()) if each not in wanted and each not in self.known]
+            above = [each for each in self._needed(left.pop()) if each not in required and each not in self.known]
             if any(each.op == "placeholder" for each in above):
                 raise _UnknownError
-            wanted.update(above)
+            required.update(above)
             left += above
         for current in node.graph.nodes:
-            if current in wanted and current not in self.known:
+            if current in required and current not in self.known:
                 self.known[current] = value = self._computed(current)
                 self._compare(current, value)
         return self.known[node]
@@ -298,7 +298,7 @@ class _Values:
         tensors = [each for each in known if isinstance(each, Tensor)]
         first = known[0] if known else None
         if record_of(node).kind is Kind.POINTWISE and len(known) == len(tensors) == 2:
-            return _compared(node, *tensors)
+            return _visible_columns(node, *tensors)
         if (truth := _truth_table(node)) is not None:
             if len(known) == 1:
                 return ~first if truth == _NOT and isinstance(first, _Band) and first.hidden is None else None
@@ -318,7 +318,7 @@ def _scalar(value: Any) -> float | None:
     return number(value)
 
 
-def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Band | None:
+def _visible_columns(node: fx.Node, first: Tensor, second: Tensor) -> _Band | None:
     """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place, from one on, or between two."""
     if first.ndim < 2 or second.ndim < 2 or first.is_complex() or second.is_complex() or node.kwargs:
         return None
@@ -384,3 +384,74 @@ def _as_wide(mask: Any, columns: int) -> _Band | None:
     falls = bool((shown.int().diff(dim=-1) <= 0).all())
     end = shown.sum(-1, keepdim=True)
     return _Band(torch.zeros_like(end), end, columns) if falls and shown.shape[-1] == columns else None
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------
+#
+# zeros(b, s), arange(s).expand(b, s)     the same for all examples, and so is what is computed of each row by itself
+# arange(b)                               differs; it may only pick the rows of what is the same: table[arange(b)]
+
+
+_SIZES = (Kind.FACTORY, Kind.NUMBER, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW)
+"""Operators that may take the number of examples, as a size."""
+
+
+def differs(node: fx.Node, value: Tensor | None, differing: Collection[fx.Node]) -> bool | None:
+    """Return whether ``node`` differs between examples, by its value for two of them; None where that says nothing of more.
+
+    Args:
+        value: None where it is known to be alike if its operands are.
+        differing: the nodes before it that differ.
+    """
+    record, sources = record_of(node), node.all_input_nodes
+    counts = {each for each in sources if isinstance(value_of(each), torch.SymInt)}
+    counts = {each for each in counts if size_coefficient(value_of(each)) is not None}
+    if counts and record.kind not in _SIZES:
+        return None  # computes with the number of examples
+    if record.kind is Kind.FACTORY and any(isinstance(item, fx.Node) and item in counts for item in node.args):
+        return True  # its elements are made of it, as those of arange(b), or full([], b)
+    own = [each for each in sources if each in differing]
+    if own and not record.same_elements:
+        return False if _picks(node, own) else None
+    if not own and not _by_row(node):
+        return None
+    return value is not None and _differs(node, value)
+
+
+def _differs(node: fx.Node, value: Tensor) -> bool:
+    dims = [dim for dim, coefficient in enumerate(batch_coefficients(node)) if coefficient is not None]
+    return any(not bool((value == value.narrow(dim, 0, 1)).all()) for dim in dims)
+
+
+def _by_row(node: fx.Node) -> bool:
+    """Whether an operator of values that are alike gives one that is, if it does for two examples."""
+    record = record_of(node)
+    if record.kind in _SIZES or record.kind in (Kind.POINTWISE, Kind.COPY, Kind.ALIAS, Kind.PERMUTE):
+        return True
+    sources = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
+    if all(not any(each is not None for each in batch_coefficients(source)) for source in sources):
+        return True  # of no example
+    if record.kind is Kind.INDEX:
+        return _picks(node, [])
+    rule = rule_of(node)
+    if rule is None or not isinstance(value_of(node), Tensor):
+        return False
+    following = {
+        factors[dim]
+        for source, factors in zip(sources, rule.operands)
+        for dim, coefficient in enumerate(batch_coefficients(source))
+        if coefficient is not None
+    }
+    return following <= set(rule.results[0]) - set(rule.fixed)
+
+
+def _picks(node: fx.Node, own: list[fx.Node]) -> bool:
+    """Whether ``table[index, ...]`` picks rows of a table that is alike, by indices of which ``own`` are those of examples."""
+    if record_of(node).kind is not Kind.INDEX or len(node.args) != 2 or not isinstance(node.args[1], list | tuple):
+        return False
+    table, indices = node.args
+    if not isinstance(table, fx.Node) or table in own:
+        return False
+    following = batch_coefficients(table)
+    given = list(zip(indices, following))  # type: ignore[arg-type]
+    return all((index in own) <= (coefficient is not None) for index, coefficient in given if index is not None)

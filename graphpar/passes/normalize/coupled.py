@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from graphpar.ir.program import Coupling, Program
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import TRAIN
 from graphpar.text import listed, plural
 
 _SHOWN = 4
@@ -66,10 +67,21 @@ def batch_warning(program: Program, mesh: Mesh, microbatches: int, allowed: bool
         return f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is computed separately, which changes the result."
     if mesh.pp == 1 or allowed or not (program.couplings or program.unsplittable):
         return None
+    reason = program.unsplittable or f"examples depend on each other: {coupled_text(program.couplings)}"
+    return f"The batch is not split, so it is one microbatch: {reason}. {splitting_advice(program)}"
+
+
+def splitting_advice(program: Program) -> str:
+    """Say what can be done where the batch of ``program`` can't be split."""
+    replicas = (
+        "Use one microbatch (GPipe), which dp_replicate and dp_shard divide exactly: replicas exchange what is mixed"
+    )
+    if program.of_one_size:
+        return "Take sizes that follow the batch from the inputs (x.shape[0]), and it can be split."
     if program.unsplittable is not None:
-        return f"The batch is not split: {program.unsplittable}. So it is one microbatch."
+        returned = "a sum or a mean over examples" if program.mode == TRAIN else "a row of each example"
+        return f"{replicas}." if program.couplings else f"Return {returned}, and it can be split."
     return (
-        f"The batch is not split, as examples depend on each other: {coupled_text(program.couplings)}. --allow-batch-coupling splits it "
-        "and takes statistics of each microbatch; operators that keep examples apart (GroupNorm, BatchNorm in eval mode) let it be split "
-        "exactly."
+        f"{replicas}; operators that treat examples independently (GroupNorm, BatchNorm in eval mode) let it be split exactly, and "
+        "--allow-batch-coupling splits it and takes statistics of each microbatch."
     )

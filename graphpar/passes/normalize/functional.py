@@ -2,9 +2,10 @@
 
 Writes to buffers (BatchNorm's statistics and counters) stay: they are effects on the module's state. What reads a buffer before such a
 write reads a copy of its own, so that no later pass takes the old value for the new one. A write through a view is written back to
-the tensor that was viewed:
+the tensor that was viewed. An operator that changes how a tensor shows its memory is a view from there on:
 
     y = x[:, 0]; y.add_(1)                          ->    y = x[:, 0] + 1;  x = select_scatter(x, y, 1, 0)
+    x.transpose_(0, 1); x.add_(1)                   ->    y = x.transpose(0, 1);  x = y + 1
     old = self.mean * 1; self.mean.mul_(0.9)        ->    old = self.mean.clone() * 1;  self.mean.mul_(0.9)
 """
 
@@ -20,7 +21,8 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import TWIN, Twin, coefficients_of
-from graphpar.ir.program import Program, operator_name, value_of, where
+from graphpar.ir.program import Program, named_arguments, operator_name, value_of, where
+from graphpar.operators.in_place import changes_view, in_order, out_of_place, refusal_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of
 from graphpar.operators.table import record_of
@@ -44,8 +46,8 @@ def functionalize(program: Program) -> Program:
     Raises:
         GraphparError: a parameter or a constant is written, or a tensor whose views can't be followed.
     """
-    if any(_out(node) is not None for node in program.graph.nodes):
-        program = program.with_graph(_out_as_copies(program.graph))
+    if any(_out(node) is not None or changes_view(node.target) for node in program.graph.nodes):
+        program = program.with_graph(_spelled_out(program.graph))
     if not written_buffers(program.graph) and not any(is_inplace(node) for node in program.graph.nodes):
         return program
     return program.with_graph(_Functionalizer(program).rewrite())
@@ -64,34 +66,65 @@ def copied(source: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _out_as_copies(graph: fx.Graph) -> fx.Graph:
-    """Replace ``torch.div(a, b, out=x)`` by ``x.copy_(a / b)``."""
+def _spelled_out(graph: fx.Graph) -> fx.Graph:
+    """Replace ``torch.div(a, b, out=x)`` by ``x.copy_(a / b)``, and ``x.transpose_(0, 1)`` by ``x.transpose(0, 1)``."""
     new = copied(graph)
     for node in list(new.nodes):
-        written = _out(node)
-        if written is None:
-            continue
-        target = _without_out(node.target)
-        if target is None or value_of(written).shape != value_of(node).shape:
-            raise GraphparError(
-                f"The operator {node.target} writes to out={where(node)}, and has no form that gives a new tensor."
-            )
-        with new.inserting_before(node):
-            options = {name: value for name, value in node.kwargs.items() if name != "out"}
-            made = infer(new.call_function(target, node.args, options), node)
-            write = new.call_function(_aten.copy_.default, (written, made))
-        write.meta = dict(node.meta)
-        node.replace_all_uses_with(write)
-        new.erase_node(node)
+        if changes_view(node.target):
+            _use_view(new, node)
+        elif (written := _out(node)) is not None:
+            _copy_to_out(new, node, written)
     return new
+
+
+def _copy_to_out(graph: fx.Graph, node: fx.Node, written: fx.Node) -> None:
+    target = _without_out(node.target)
+    if target is None or value_of(written).shape != value_of(node).shape:
+        raise GraphparError(
+            f"The operator {node.target} writes to out={where(node)}, and has no form that returns a new tensor."
+        )
+    with graph.inserting_before(node):
+        options = {name: value for name, value in node.kwargs.items() if name != "out"}
+        made = infer(graph.call_function(target, node.args, options), node)
+        write = graph.call_function(_aten.copy_.default, (written, made))
+    write.meta = dict(node.meta)
+    node.replace_all_uses_with(write)
+    graph.erase_node(node)
+
+
+def _use_view(graph: fx.Graph, node: fx.Node) -> None:
+    """Let all later readers take a view: a trace gives them the result of the operator, whatever name they know the tensor by."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    source: Any = node.args[0]
+    assert isinstance(source, fx.Node)
+    stored: Any = source
+    while isinstance(stored, fx.Node) and is_inplace(stored):
+        stored = stored.args[0]
+    if isinstance(stored, fx.Node) and stored.op == "get_attr":
+        raise GraphparError(
+            f"The model changes the shape of {str(stored.target)!r} in place by {operator_name(node)}{where(node)}, so each step would "
+            f"begin with that of the step before; call {operator_name(node).rstrip('_')} and use its result."
+        )
+    if (target := out_of_place(node.target)) is not None:
+        node.target, node.args = target, in_order(node.target, target, node.args)
+    elif operator_name(node) in ("resize_", "resize_as_") and value_of(node).shape == value_of(source).shape:
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    else:
+        raise _without_other_form(node)
+
+
+def _without_other_form(node: fx.Node) -> GraphparError:
+    reason = refusal_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return GraphparError(f"The in-place operator {node.target}{where(node)} can't be followed: {reason}.")
 
 
 def _without_out(target: Any) -> Any:
     """Return the overload of the same operator that takes the same arguments except ``out``."""
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    signature = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
     packet = target._overloadpacket
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
+    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == signature), None)
 
 
 def is_inplace(node: fx.Node) -> bool:
@@ -246,7 +279,8 @@ class _Functionalizer:
 
     def _writes_buffer(self, node: fx.Node) -> bool:
         target = node.args[0]
-        assert isinstance(target, fx.Node)
+        if not isinstance(target, fx.Node):
+            raise _without_other_form(node)
         base = self.aliases[target].base
         return base.op == "get_attr" and str(base.target) in self.program.buffers
 
@@ -310,13 +344,13 @@ class _Functionalizer:
             )
         if base.op == "get_attr":
             raise GraphparError(
-                f"The model writes the tensor {str(base.target)!r} in place{where(node)}, which is no buffer: a program would begin each "
-                "step with the value that it had when it was traced. Make it a buffer with register_buffer (persistent=False leaves it "
-                "out of checkpoints), or write to a copy of it."
+                f"The model writes the tensor {str(base.target)!r} in place{where(node)}, which is not a buffer: a program would begin "
+                "each step with the value that it had when it was traced. Make it a buffer with register_buffer (persistent=False leaves "
+                "it out of checkpoints), or write to a copy of it."
             )
         if base in self.unclear:
             raise GraphparError(
-                f"The model writes in place to memory that is seen through several tensors{where(node)}; write the result to a "
+                f"The model writes in place to memory that several tensors share{where(node)}; write the result to a "
                 "new tensor instead."
             )
         alias = self.aliases[target]
@@ -340,15 +374,24 @@ class _Functionalizer:
             return self._call(node, _aten.expand_as.default, (source, target))
         if name in ("fill_", "zero_"):
             return self._call(node, _aten.full_like.default, (target, source))
+        if name == "fill_diagonal_" and before.ndim == 2 and not named_arguments(node)["wrap"]:
+            diagonal = self._call(node, _aten.diagonal.default, (target,))
+            filled = self._call(node, _aten.full_like.default, (diagonal, args[1]))
+            return self._call(node, _aten.diagonal_scatter.default, (target, filled))
+        if name.startswith("logical_") and node.args[0] in self.differentiable:
+            raise GraphparError(
+                f"The model writes truth values over numbers that carry a gradient by {name}{where(node)}, and torch would pass the "
+                f"gradient on as if nothing were written; use the result of {name.rstrip('_')}."
+            )
         assert isinstance(node.target, torch._ops.OpOverload)
-        plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
-        overload = getattr(plain, node.target._overloadname or "default", None)
-        dropped = name in ("dropout_", "feature_dropout_")
-        if torch.Tag.nondeterministic_seeded in node.target.tags and not dropped:
-            raise random_refused(node)
-        if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
-            raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{where(node)}.")
-        result = infer(self.graph.call_function(overload, tuple(args), kwargs), node, same=True)
+        overload = out_of_place(node.target)
+        if overload is None or value_of(node).shape != before.shape:
+            raise _without_other_form(node)
+        ordered = in_order(node.target, overload, args)
+        needed = [each.name for each in overload._schema.arguments[len(ordered) :] if not each.has_default_value()]
+        usual = named_arguments(node)
+        kwargs = {**{key: usual[key] for key in needed}, **kwargs}
+        result = infer(self.graph.call_function(overload, ordered, kwargs), node, same=True)
         if value_of(result).dtype != before.dtype:
             result = self._call(node, _aten.to.dtype, (result, before.dtype))
         return result
@@ -434,11 +477,3 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     drops_nothing = operator_name(node) in ("dropout", "feature_dropout") and not (node.args[1] and node.args[2])
     memory = _memory(node)
     return source if memory is not None and (drops_nothing or memory == _memory(source)) else None
-
-
-def random_refused(node: fx.Node) -> GraphparError:
-    """Return the error for a random operator other than dropout."""
-    return GraphparError(
-        f"The model draws random numbers with {node.target}{where(node)}. graphpar reproduces dropout for any split; other random "
-        "operators would give other numbers than on one device. Pass the random tensor as an input instead."
-    )

@@ -1,16 +1,103 @@
-"""What passes ask of a node when they look for patterns, and how they put another operator in its place."""
+"""Patterns of operators, what passes ask of a node, and how they put another operator in its place.
+
+X, EPS = Value("x"), Number("eps")
+call("div", X, call("sqrt", call("add", X, EPS)))      x / sqrt(x + eps), with its operands in either order where that is the same
+matches(pattern, node) ──► {"x": node, "eps": 1e-6}    one for each way in which it fits
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+
+_SWAPS = ("add", "mul")
+"""Operators whose two operands may change places."""
+_USUAL: dict[str, tuple[Any, ...]] = {"alpha": (1, None), "rounding_mode": (None,)}
+"""Options with which an operator is another one: the values with which it is not; None is that of an operator without the option."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Any tensor; wherever the name stands, the same one."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """Any Python number."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one of some operators or kinds of operators; see :func:`call`."""
+
+    what: tuple[str | Kind, ...]
+    operands: tuple[Pattern, ...]
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+
+Pattern = Value | Number | Call | tuple[Any, ...] | float
+"""What an argument may be; a tuple has patterns of which one fits, and a number is itself."""
+
+
+def call(what: str | Kind, *operands: Pattern, name: str = "", **options: Any) -> Call:
+    """Return the pattern of a call of an operator named in ``what``, such as ``"mul div"``, or of a kind; the node is known by ``name``.
+
+    Args:
+        operands: the first ones; others may be any.
+        options: what arguments of these names must be.
+    """
+    return Call(tuple(what.split()) if isinstance(what, str) else (what,), operands, name, tuple(options.items()))
+
+
+def matches(pattern: Pattern, value: Any, found: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what the names of ``pattern`` stand for, in each way in which it fits ``value``; ``found``: names that are known."""
+    found = found or {}
+    if isinstance(pattern, tuple):
+        for each in pattern:
+            yield from matches(each, value, found)
+    elif isinstance(pattern, Value):
+        if isinstance(value, fx.Node) and found.get(pattern.name, value) is value:
+            yield found | {pattern.name: value}
+    elif isinstance(pattern, Call):
+        if _is_called(pattern, value) and found.get(pattern.name, value) is value:
+            known = found | {pattern.name: value} if pattern.name else found
+            operands = value.args[: len(pattern.operands)]
+            yield from _all(pattern.operands, operands, known)
+            if operator_name(value) in _SWAPS and len(operands) == 2:
+                yield from _all(pattern.operands, operands[::-1], known)
+    elif (given := number(value)) is not None and (isinstance(pattern, Number) or given == pattern):
+        yield found | ({pattern.name: given} if isinstance(pattern, Number) else {})
+
+
+def _is_called(pattern: Call, node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or len(node.args) < len(pattern.operands):
+        return False
+    name = operator_name(node)
+    if name not in pattern.what and record_of(node).kind not in pattern.what:
+        return False
+    usual = all(literal(node, option) in values for option, values in _USUAL.items())
+    return usual and all(literal(node, key) == expected for key, expected in pattern.options)
+
+
+def _all(patterns: Sequence[Pattern], values: Sequence[Any], found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if not patterns:
+        yield found
+    for known in matches(patterns[0], values[0], found) if patterns else ():
+        yield from _all(patterns[1:], values[1:], known)
 
 
 def is_call(node: Any, *names: str) -> bool:

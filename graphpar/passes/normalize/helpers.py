@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Helper, Program, value_of
-from graphpar.operators.naming import unique_names, value_name
+from graphpar.operators.naming import free_name, unique_names, value_name
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size
 from graphpar.passes.normalize.simplify import remove_dead_code
@@ -63,7 +63,7 @@ def _sinks(part: list[fx.Node], order: dict[fx.Node, int]) -> tuple[list[fx.Node
 
 
 def _parameter_free(program: Program) -> list[fx.Node]:
-    """Return the operators that depend on no parameter, in order."""
+    """Return the operators that depend on no parameter, and not on the model's mode as dropout does, in order."""
     written = written_buffers(program.graph)
     free: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
@@ -76,7 +76,8 @@ def _parameter_free(program: Program) -> list[fx.Node]:
 
 def _is_source(program: Program, node: fx.Node, written: set[fx.Node]) -> bool:
     if node.op == "placeholder":
-        return str(node.target) not in program.count_names
+        keys = {entry.name for entry in program.inputs if entry.role == "sample_keys"}
+        return str(node.target) not in (*program.count_names, *keys)
     return node.op == "get_attr" and str(node.target) not in program.parameters and node not in written
 
 
@@ -133,7 +134,7 @@ def _call(
     for node in members:
         inner[node] = body.node_copy(node, inner.__getitem__)
     body.output(inner[outputs[0]] if len(outputs) == 1 else tuple(inner[node] for node in outputs))
-    helper = Helper(_name(outputs, names), body, like)
+    helper = Helper(_function_name(outputs, names), body, like)
     call = graph.call_function(helper, tuple(env[argument] for argument in arguments))
     call.meta = {key: outputs[-1].meta[key] for key in ("module_stack", "source") if key in outputs[-1].meta}
     if len(outputs) == 1:
@@ -146,15 +147,13 @@ def _call(
         env[node].meta = dict(node.meta)
 
 
-def _name(outputs: list[fx.Node], names: set[str]) -> str:
+def _function_name(outputs: list[fx.Node], names: set[str]) -> str:
     """Name a helper after its results: ``make_causal_mask``, ``make_rotary_emb``."""
     made = list(dict.fromkeys(value_name(node) for node in outputs if isinstance(value_of(node), Tensor)))
     modules = {entry[0].rpartition(".")[2] for node in outputs for entry in node.meta.get("module_stack", ())[-1:]}
     of_one_module = len(made) > 1 and len(modules) == 1
     base = modules.pop() if of_one_module else "_and_".join(made[:2])
     base = base if base.isidentifier() else made[0]
-    name, number = f"make_{base}", 2
-    while name in names:
-        name, number = f"make_{base}_{number}", number + 1
+    name = free_name(f"make_{base}", names)
     names.add(name)
     return name

@@ -17,27 +17,30 @@ where the model rounds twice. ``--skip idioms`` leaves all as they are written.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from graphpar.ir.program import Program, operator_name
+from graphpar.ir.program import Program
 from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
+from graphpar.operators.table import COMPOSITES
 from graphpar.passes.normalize.attention_idioms import causal_attention, grouped_heads, plain_attention
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
-from graphpar.passes.normalize.norm_idioms import layer_norm, rms_norm, softmax
-from graphpar.passes.normalize.pointwise_idioms import activation, gated
+from graphpar.passes.normalize.graph_matching import Pattern, call, matches
+from graphpar.passes.normalize.norm_idioms import LAYER_NORM, RMS_NORM, SOFTMAX, layer_norm, rms_norm, softmax
+from graphpar.passes.normalize.pointwise_idioms import activation, composite, composite_patterns
 from graphpar.passes.normalize.rotary_idioms import rotary
 from graphpar.passes.normalize.simplify import remove_dead_code
 
 
 @dataclass(frozen=True)
 class Idiom:
-    """``rewrite`` replaces what ends in an operator ``at``, by its name or kind, if it is the idiom, and says whether it was.
+    """``rewrite`` replaces what fits ``pattern``, if it is the idiom, and says whether it was; it gets what the pattern's names stand for.
 
     Attributes:
         written: for people, what the model has; ``now``: what the program calls.
@@ -46,35 +49,29 @@ class Idiom:
     name: str
     written: str
     now: str
-    at: tuple[str | Kind, ...]
-    rewrite: Callable[[fx.Node, Masks], bool]
+    pattern: Pattern | Callable[[], Pattern]
+    rewrite: Callable[[fx.Node, dict[str, Any], Masks], bool]
 
 
+_ATTENTION = call("scaled_dot_product_attention")
 IDIOMS = (
-    Idiom("softmax", "softmax in exponentials", "F.softmax", ("div",), softmax),
-    Idiom("layer_norm", "layer norms in means and roots", "F.layer_norm", ("mul", "div"), layer_norm),
-    Idiom("rms_norm", "norms by root mean square", "F.rms_norm", ("mul", "div"), rms_norm),
-    Idiom("activation", "activations in tanh, erf or sigmoid", "F.gelu and the like", ("mul",), activation),
-    Idiom("gated", "activated gates times values", "swiglu or geglu", ("mul",), gated),
-    Idiom(
-        "attention",
-        "attention in products and softmax",
-        "F.scaled_dot_product_attention",
-        ("matmul", "bmm"),
-        plain_attention,
-    ),
-    Idiom("is_causal", "causal masks", "is_causal=True", ("scaled_dot_product_attention",), causal_attention),
-    Idiom(
-        "enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads
+    Idiom("softmax", "softmax in exponentials", "F.softmax", SOFTMAX, softmax),
+    Idiom("layer_norm", "layer norms in means and roots", "F.layer_norm", LAYER_NORM, layer_norm),
+    Idiom("rms_norm", "norms by root mean square", "F.rms_norm", RMS_NORM, rms_norm),
+    Idiom("activation", "activations in tanh, erf or sigmoid", "F.gelu and the like", call("mul"), activation),
+    *(
+        Idiom(name, each.title, name, functools.partial(composite_patterns, each), functools.partial(composite, each))
+        for name, each in COMPOSITES.items() if each.fuses
     ),
     Idiom(
-        "rotary",
-        "rotary position embeddings",
-        "apply_rotary",
-        (Kind.POINTWISE, Kind.MOVE, Kind.RESHAPE),
-        rotary,
+        "attention", "attention in products and softmax", "F.scaled_dot_product_attention", call("matmul bmm"), plain_attention
     ),
-)
+    Idiom("is_causal", "causal masks", "is_causal=True", _ATTENTION, causal_attention),
+    Idiom("enable_gqa", "repeated keys and values", "enable_gqa=True", _ATTENTION, grouped_heads),
+    Idiom(
+        "rotary", "rotary position embeddings", "apply_rotary", tuple(map(call, (Kind.POINTWISE, Kind.MOVE, Kind.RESHAPE))), rotary
+    ),
+)  # fmt: skip
 """What is looked for, in this order."""
 
 
@@ -89,9 +86,10 @@ def use_idioms(program: Program) -> Program:
     graph, found = copied(program.graph), Counter[str]()
     masks = Masks(program.with_graph(graph))
     for idiom in IDIOMS:
+        pattern = idiom.pattern() if callable(idiom.pattern) else idiom.pattern
         for node in list(graph.nodes):
-            if {operator_name(node), record_of(node).kind} & {*idiom.at} and (node.users or node.op == "output"):
-                found[idiom.name] += idiom.rewrite(node, masks)
+            fits = matches(pattern, node) if node.users else ()
+            found[idiom.name] += any(idiom.rewrite(node, names, masks) for names in fits)
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in program.constants.items() if name in used or name in program.buffers}

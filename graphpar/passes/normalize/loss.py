@@ -19,8 +19,17 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.batch_sizes import is_size, number_arguments, size_factor
-from graphpar.ir.program import Coupling, Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.program import (
+    Coupling,
+    Program,
+    ancestors,
+    batch_coefficients,
+    named_arguments,
+    operator_name,
+    value_of,
+)
 from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
+from graphpar.operators.naming import free_name
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, infer, is_inplace
@@ -29,7 +38,6 @@ from graphpar.passes.normalize.reductions import (
     MEAN,
     NONE,
     SUM,
-    arguments_of,
     dtype_now,
     elements,
     reduction_place,
@@ -101,7 +109,7 @@ class _Shares:
                 loss = self._scaled(loss, loss)
             output.args = ((loss,),)
         elif not isinstance(state, Additive):
-            reason = state.reason if isinstance(state, Coupled) else "it is no sum or mean over examples"
+            reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
 
     def _check_outputs(self, output: fx.Node) -> None:
@@ -110,7 +118,7 @@ class _Shares:
             state = self.analysis.states[node] if isinstance(node, fx.Node) else Fixed()
             rows = isinstance(state, Rows) and (state.outer, state.order, state.kind) == (1, None, "values")
             if not rows and not isinstance(state, Fixed):
-                reason = state.reason if isinstance(state, Coupled) else "it is no row of each example"
+                reason = _coupling(state) if isinstance(state, Coupled) else "it is not a row of each example"
                 self.failure = f"the output {entry.name!r} can't be computed a microbatch at a time: {reason}"
 
     # ---- rewriting one operator ----
@@ -175,7 +183,7 @@ class _Shares:
         """Replace a loss with ``reduction=mean`` by its sum over the loss denominator of the whole batch."""
         place = reduction_place(node)
         assert place is not None
-        given = arguments_of(node)
+        given = list(named_arguments(node).values())
         reduction = given[place]
         if reduction == NONE:
             return None
@@ -201,8 +209,8 @@ class _Shares:
         """Return the denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
-        given = dict(zip(["input", "target", "weight", "reduction", "ignore_index"], node.args)) | dict(node.kwargs)
-        weight, ignored = given.get("weight"), given.get("ignore_index", -100)
+        given = named_arguments(node)
+        weight, ignored = given["weight"], given["ignore_index"]
         key = ("valid", target, weight, ignored)
         if key not in self.known:
             valid = self._new(_aten.ne.Scalar, (target, ignored), {}, target)
@@ -286,7 +294,7 @@ class _Shares:
             self.analysis.couplings.append(Coupled(reason, node))
             return None
         if ("global", node) not in self.known:
-            counted = any(count in _ancestors(node) for count, _ in self.counts)
+            counted = any(count in ancestors(node) for count, _ in self.counts)
             self.known[("global", node)] = self._rebuilt(node) if counted else self._global(node, name)
         return self.known[("global", node)]
 
@@ -364,13 +372,9 @@ class _Shares:
 
     def _global(self, node: fx.Node, name: str) -> fx.Node:
         """Add a placeholder for the global value of ``node``, a sum over examples that is known before the step."""
-        taken = {str(n.target) for n in self.graph.nodes if n.op == "placeholder"}
-        unique, suffix = name, 2
-        while unique in taken:
-            unique, suffix = f"{name}_{suffix}", suffix + 1
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         with self.graph.inserting_after(placeholders[-1]):
-            count = self.graph.placeholder(unique)
+            count = self.graph.placeholder(free_name(name, {str(n.target) for n in placeholders}))
         count.meta = {"val": value_of(node), "module_stack": ()}
         if not self.program.symbolic:
             count.meta["batch_coefficients"] = (None,) * value_of(node).ndim
@@ -384,7 +388,7 @@ class _Shares:
             return None
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        needed = _ancestors(*(node for _, node in self.counts))
+        needed = ancestors(*(node for _, node in self.counts))
         for node in self.graph.nodes:
             if node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -413,7 +417,7 @@ def _coupling(state: Coupled) -> Coupling:
 
 def _input_behind(node: fx.Node) -> str | None:
     """Return the name of the input that ``node`` was made of, where that is a single one."""
-    inputs = [str(ancestor.target) for ancestor in _ancestors(node) if ancestor.op == "placeholder"]
+    inputs = [str(ancestor.target) for ancestor in ancestors(node) if ancestor.op == "placeholder"]
     return inputs[0] if len(inputs) == 1 else None
 
 
@@ -424,15 +428,3 @@ def _count_name(node: fx.Node) -> str:
         return str(source.targets[0])
     behind = _input_behind(node)
     return f"{behind}_sum" if behind else "total"
-
-
-def _ancestors(*nodes: fx.Node) -> set[fx.Node]:
-    """Return all that ``nodes`` depend on, and themselves."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    return found

@@ -26,7 +26,6 @@ from graphpar.ir.batch_sizes import multiple_of_batch
 from graphpar.ir.program import (
     Block,
     Program,
-    TensorInfo,
     batch_coefficients,
     operator_name,
     size_coefficient,
@@ -35,6 +34,7 @@ from graphpar.ir.program import (
 from graphpar.operators.naming import unique_names
 from graphpar.passes.normalize.applications import side_by_side
 from graphpar.passes.normalize.simplify import remove_dead_code
+from graphpar.text import is_below
 
 _aten = torch.ops.aten
 _CONTAINERS = "torch.nn.modules.container."
@@ -168,7 +168,7 @@ def _attributes(program: Program, path: str) -> list[str]:
 def _substantial(program: Program, regions: list[Region], total: int) -> bool:
     """Return whether regions deserve a definition: several parameterised parts, or a tenth of the model's parameters together."""
     region = regions[0]
-    size = sum(info.numel for name, info in program.parameters.items() if name.startswith(f"{region.path}."))
+    size = sum(info.numel for name, info in program.parameters.items() if is_below(name, region.path))
     return len(_owners(program, region)) > 1 or size * len(regions) * 10 > total
 
 
@@ -180,7 +180,7 @@ def prepare(program: Program, region: Region, order: dict[fx.Node, int]) -> bool
     region.inputs = []
     for node in region.nodes:
         for argument in node.all_input_nodes:
-            local = argument.op == "get_attr" and str(argument.target).startswith(region.path + ".")
+            local = argument.op == "get_attr" and is_below(str(argument.target), region.path)
             if argument not in inside and argument not in region.inputs and not local:
                 region.inputs.append(argument)
     region.outputs = [node for node in region.nodes if any(user not in inside for user in node.users)]
@@ -221,7 +221,9 @@ def _digest(program: Program, region: Region) -> str:
 
     digest = hashlib.sha256()
     for name in _attributes(program, region.path):
-        digest.update(repr((name, _shown(program.tensor_info(f"{region.path}.{name}")))).encode())
+        info = program.tensor_info(f"{region.path}.{name}")
+        shown = info.kind, info.shape, str(info.dtype), info.requires_grad, info.persistent
+        digest.update(repr((name, shown)).encode())
     digest.update(repr(program.ties_below(region.path)).encode())  # instances of a class share its ties
     for node in region.inputs:
         digest.update(repr(_signature(node)).encode())
@@ -245,10 +247,6 @@ class _Place:
 
     def __repr__(self) -> str:
         return repr(self.place)
-
-
-def _shown(info: TensorInfo) -> tuple[Any, ...]:
-    return (info.kind, info.shape, str(info.dtype), info.requires_grad, info.persistent)
 
 
 def _signature(node: fx.Node) -> Any:
@@ -319,7 +317,8 @@ def rebuilt(program: Program, chosen: list[Region], names: dict[str, str]) -> Pr
     owner = {node: region for region in chosen for node in region.nodes}
     blocks: dict[str, Block] = {}
     done: set[str] = set()
-    keys = next((n for n in program.graph.nodes if n.op == "placeholder" and n.target == "sample_keys"), None)
+    drawn = {entry.name for entry in program.inputs if entry.role == "sample_keys"}
+    keys = {node for node in program.graph.nodes if node.op == "placeholder" and node.target in drawn}
 
     def emit(node: fx.Node) -> None:
         """Copy ``node`` (or call its region) after what it needs."""
@@ -350,7 +349,7 @@ def _call(
     name: str,
     blocks: dict[str, Block],
     env: dict[fx.Node, fx.Node],
-    keys: fx.Node | None,
+    keys: set[fx.Node],
 ) -> None:
     block_graph, used = _block_graph(region, keys)
     block = blocks.setdefault(name, Block(name, region.module_class, block_graph))
@@ -361,7 +360,7 @@ def _call(
             placeholder.target = own.target
     arguments = []
     for node in used:
-        if node is keys and region.first_stream is not None:
+        if node in keys and region.first_stream is not None:
             own = graph.call_function(random_streams.stream, (env[node], region.first_stream))
             own.meta = dict(node.meta)
             arguments.append(own)
@@ -395,7 +394,7 @@ def _stack_up_to(stack: tuple[tuple[str, str, str], ...], call: str) -> tuple[tu
     return stack
 
 
-def _block_graph(region: Region, keys: fx.Node | None) -> tuple[fx.Graph, list[fx.Node]]:
+def _block_graph(region: Region, keys: set[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
     """Return the region as a separate graph, and the outer values it takes; it reads batch sizes from these."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -421,7 +420,7 @@ def _block_graph(region: Region, keys: fx.Node | None) -> tuple[fx.Graph, list[f
         return env[argument]
 
     for node in region.nodes:
-        if node.target is random_streams.stream and node.args[0] is keys:
+        if node.target is random_streams.stream and node.args[0] in keys:
             offset = int(node.args[1]) - (region.first_stream or 0)  # type: ignore[arg-type]
             if offset == 0:
                 env[node] = mapped(node.args[0])  # type: ignore[arg-type]
@@ -437,19 +436,19 @@ def _block_graph(region: Region, keys: fx.Node | None) -> tuple[fx.Graph, list[f
 
 def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | None:
     """Add a node that computes ``size`` (a multiple of the batch) from a dim of one of ``tensors``; None where none has it."""
-    wanted = multiple_of_batch(size)
+    expected = multiple_of_batch(size)
     for tensor in tensors:
         value = value_of(tensor)
-        if wanted is None or not isinstance(value, Tensor):
+        if expected is None or not isinstance(value, Tensor):
             continue
         for dim, own in enumerate(value.shape):
             coefficient = size_coefficient(own)
-            if coefficient is None or wanted % coefficient:
+            if coefficient is None or expected % coefficient:
                 continue
             node = graph.call_function(_aten.sym_size.int, (tensor, dim))
             node.meta = {"val": own, "module_stack": tensor.meta.get("module_stack", ())}
-            if wanted != coefficient:
-                node = graph.call_function(operator.mul, (node, wanted // coefficient))
+            if expected != coefficient:
+                node = graph.call_function(operator.mul, (node, expected // coefficient))
                 node.meta = {"val": size, "module_stack": tensor.meta.get("module_stack", ())}
             return node
     return None

@@ -34,15 +34,6 @@ def reduction_place(node: fx.Node) -> int | None:
     return names.index("reduction") if "reduction" in names else None
 
 
-def arguments_of(node: fx.Node) -> list[Any]:
-    """Return all arguments of an ATen operator by position: given, by keyword, or its schema's defaults."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    described = node.target._schema.arguments
-    defaults = [argument.default_value if argument.has_default_value() else None for argument in described]
-    given = [*node.args, *defaults[len(node.args) :]]
-    return [node.kwargs.get(argument.name, value) for argument, value in zip(described, given)]
-
-
 def with_reduction(graph: fx.Graph, node: fx.Node, given: list[Any], place: int, reduction: int) -> fx.Node:
     """Add the loss ``node`` on the arguments ``given``, with another reduction."""
     arguments = [*given[:place], reduction, *given[place + 1 :]]

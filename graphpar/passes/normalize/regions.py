@@ -1,27 +1,38 @@
-"""``inline_regions``: no_grad and autocast regions become plain operators with the same meaning.
+"""Regions and dtypes: ``no_grad`` and autocast regions, and parameters that are stored in another dtype, become plain operators.
 
-A no_grad region's inputs are detached, so nothing inside records a gradient. Autocast becomes casts of operators' inputs
-(:mod:`graphpar.passes.normalize.casts`). Operators keep the modules they ran in, so blocks are found inside regions too.
+    ``inline_regions``   with torch.no_grad(): f(x)                  f(x.detach())
+                         linear(h, weight)  under autocast to bf16   linear(h.to(bfloat16), weight.to(bfloat16))
+    ``cast_weights``     linear(x, weight)  stored in fp32           linear(x, weight.to(bfloat16))
+    ``keep_marks``       pipe_split()                                a mark on the operator after it
+
+A no_grad region's inputs are detached, so nothing inside records a gradient. Operators keep the modules that they ran in, so blocks are
+found inside regions too. There is no list of what autocast casts, since that differs between devices and versions of torch. Instead the
+operator runs on fake tensors under autocast, and each operator that torch dispatches is logged with its dtypes. Then it runs without
+autocast, its inputs cast in each way that autocast has, until the log is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.frontend.exported import alias_used_in, kept_meta
+from graphpar.frontend.repetitions import fake_like
 from graphpar.ir.program import Program, is_of_torch, operator_name, value_of, where
 from graphpar.ir.source import source_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
-from graphpar.passes.normalize.casts import Autocast, Casts
+from graphpar.operators.table import record_named, record_of
+from graphpar.passes.normalize.functional import copied
 
 _aten = torch.ops.aten
 
@@ -156,7 +167,7 @@ class _Inliner:
             ):
                 self.warnings.append(
                     f"{operator_name(new)}{where(new)} runs under autocast in the model, and without it in the program: torch's "
-                    "operators inside of it, if there are any, compute in the dtypes of their inputs."
+                    "operators inside it, if any, compute in the dtypes of their inputs."
                 )
         return new
 
@@ -233,3 +244,227 @@ def _differentiable(program: Program, node: fx.Node) -> bool:
     value = value_of(node)
     constant = node.op == "get_attr" and str(node.target) not in program.parameters
     return isinstance(value, Tensor) and value.is_floating_point() and not constant
+
+
+# ---- autocast ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The arguments of ``torch.autocast`` on the device that programs are traced on."""
+
+    dtype: torch.dtype
+    enabled: bool
+
+
+@dataclass
+class Casts:
+    """Casts the inputs of operators; the result for one operator is reused for equal ones in other layers."""
+
+    graph: fx.Graph
+    known: dict[Any, torch.dtype | None] = field(default_factory=dict)
+    made: dict[tuple[fx.Node, torch.dtype, Any], fx.Node] = field(default_factory=dict)
+
+    def insert(self, node: fx.Node, autocast: Autocast) -> None:
+        """Cast ``node``'s floating inputs such that it computes without autocast what it does with it.
+
+        Raises:
+            GraphparError: no casts of its inputs have that effect.
+        """
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return
+        inputs = [argument for argument in node.all_input_nodes if _is_cast(value_of(argument))]
+        if not inputs:
+            return
+        key = _operator_key(node, autocast)
+        if key not in self.known:
+            self.known[key] = _found(node, autocast)
+        target = self.known[key]
+        if target is None:
+            return
+        replacements = {a: self._cast(a, target, node) for a in inputs if value_of(a).dtype != target}
+        node.args, node.kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: replacements.get(n, n))
+
+    def _cast(self, argument: fx.Node, target: torch.dtype, user: fx.Node) -> fx.Node:
+        """Cast ``argument``, once for each module that uses it, so that the cast belongs to that module's block."""
+        key = (argument, target, user.meta["module_stack"])
+        if key not in self.made:
+            with self.graph.inserting_before(user):
+                made = self.graph.call_function(_aten.to.dtype, (argument, target))
+            value = value_of(argument)
+            with value.fake_mode:
+                made.meta = dict(argument.meta, val=value.to(target), module_stack=user.meta["module_stack"])
+            self.made[key] = made
+        return self.made[key]
+
+
+def _is_cast(value: Any) -> bool:
+    """Return whether autocast casts such a value; it leaves doubles alone."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _operator_key(node: fx.Node, autocast: Autocast) -> Any:
+    """Return a key that is equal for operators with the same target, ranks, dtypes and options."""
+
+    def described(argument: fx.Node) -> Any:
+        value = value_of(argument)
+        return slice(str(value.dtype), value.ndim) if isinstance(value, Tensor) else slice(str(type(value)))
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), described)  # type: ignore[arg-type]
+    return node.target, autocast, repr(args), repr(sorted(kwargs.items()))
+
+
+def _found(node: fx.Node, autocast: Autocast) -> torch.dtype | None:
+    """Return the dtype that ``node``'s inputs must have (None: their own) to compute as under autocast.
+
+    Where torch can't run the operator on fake tensors under autocast, the dtypes of its traced results are compared instead.
+    """
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    dtypes = [value.dtype for value in values if _is_cast(value)]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    expected = _computed(node, autocast, None)
+    for target in (None, autocast.dtype, torch.float32, widest):
+        found = _computed(node, Autocast(autocast.dtype, False), target)
+        if found is not None and (found == expected if expected is not None else found[-1] == _dtypes(value_of(node))):
+            return target
+    raise GraphparError(
+        f"Autocast computes {node.target}{where(node)} in dtypes that casts of its inputs don't reproduce. "
+        "Cast explicitly there, or leave autocast out."
+    )
+
+
+def _computed(node: fx.Node, autocast: Autocast, target: torch.dtype | None) -> list[Any] | None:
+    """Return the operators that torch dispatches for ``node``, with their dtypes; None where it does not run."""
+
+    def given(argument: fx.Node) -> Any:
+        value = tree_map(_of_one_size, value_of(argument))
+        return value.to(target) if target is not None and _is_cast(value) else value
+
+    # An operator that replaces a custom autograd function shows what it dispatches only when the function itself runs.
+    function = OPERATORS[node.target].run if node.target in OPERATORS else node.target
+    log = _Log()
+    assert callable(function)
+    with (
+        FakeTensorMode(),
+        torch.no_grad(),
+        torch.autocast("cpu", autocast.dtype, autocast.enabled, cache_enabled=False),
+    ):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given)
+        try:
+            with log, torch_is_quiet():
+                result = function(*args, **kwargs)
+        except RuntimeError:
+            return None
+    return [*log.entries, _dtypes(result)]
+
+
+def _of_one_size(value: Any) -> Any:
+    """Make a tensor like ``value`` whose sizes are numbers: under autocast torch 2.11 multiplies no matrices of symbolic sizes."""
+    if isinstance(value, Tensor):
+        sizes, strides = map(_of_one_size, value.shape), map(_of_one_size, value.stride())
+        return torch.empty_strided([*sizes], [*strides], dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint if value.node.has_hint() else 2
+    return value
+
+
+def _dtypes(values: Any) -> tuple[torch.dtype, ...]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return tuple(value.dtype for value in tensors if value.is_floating_point() or value.is_complex())
+
+
+class _Log(TorchDispatchMode):
+    """Logs each operator that computes, with the dtypes of its inputs and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        moves = func.is_view or name.startswith("copy") or record_named(name).same_elements  # says nothing about dtypes
+        if namespace != "prim" and not moves:  # prim::device only asks for a tensor's device
+            self.entries.append((func, _dtypes((args, kwargs)), _dtypes(result)))
+        return result
+
+
+# ---- stored dtypes ----------------------------------------------------------------------------------------------
+
+
+_OF_ONE_DTYPE = {Kind.PRODUCT, Kind.ATTENTION, Kind.NORM}
+
+
+def cast_weights(program: Program) -> Program:
+    """Declare parameters in the dtypes in which they are stored, with a cast for each module that reads one.
+
+    Raises:
+        GraphparError: an operator takes a parameter in 16 bits together with a value in 32.
+    """
+    for node in program.graph.nodes:
+        _check_operands(node)
+    if not program.stored:
+        return program
+    graph = copied(program.graph)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and str(node.target) in program.stored:
+            _cast(graph, node, program.stored[str(node.target)], places)
+    infos = {name: replace(program.parameters[name], dtype=dtype) for name, dtype in program.stored.items()}
+    return program.with_graph(graph, parameters=program.parameters | infos, stored={})
+
+
+def _check_operands(node: fx.Node) -> None:
+    """Check that products and norms don't take a weight of 16 bits with an input of 32: a trace does, and torch's kernels don't."""
+    if node.op != "call_function" or record_of(node).kind not in _OF_ONE_DTYPE or operator_name(node) == "rms_norm":
+        return
+    values = [(operand, value_of(operand)) for operand in node.all_input_nodes]
+    floating = [(operand, v.dtype) for operand, v in values if isinstance(v, Tensor) and v.is_floating_point()]
+    weights = [(operand, dtype) for operand, dtype in floating if operand.op == "get_attr" and dtype.itemsize == 2]
+    if weights and floating[0][1].itemsize > 2:
+        weight = weights[0][0]
+        wide, narrow = (str(each[0][1]).removeprefix("torch.") for each in (floating, weights))
+        raise GraphparError(
+            f"{operator_name(node)}{where(node)} takes an input in {wide} and {str(weight.target)!r} in "
+            f"{narrow}: something before it is in 32 bits, such as a buffer, or is cast to 32. Cast the input in the model: "
+            "x.to(self.weight.dtype)."
+        )
+
+
+def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype, places: Mapping[fx.Node, int]) -> None:
+    """Cast the parameter ``node`` once for each module that uses it, so that the cast belongs to that module's block; ``places``
+    has the order of its users."""
+    read = value_of(node)
+    assert isinstance(read, Tensor)
+    fake = isinstance(read, FakeTensor)
+    node.meta["val"] = fake_like(read, stored).requires_grad_(read.requires_grad) if fake else read.to(stored)  # type: ignore[arg-type]
+    made: dict[Any, fx.Node] = {}
+    for user in sorted(node.users, key=places.__getitem__):
+        stack = user.meta.get("module_stack", ())
+        if stack not in made:
+            with graph.inserting_before(user):
+                made[stack] = graph.call_function(_aten.to.dtype, (node, read.dtype))
+            made[stack].meta = dict(node.meta, val=read, module_stack=stack)
+            if "source" in user.meta:
+                made[stack].meta["source"] = user.meta["source"]
+        user.replace_input_with(node, made[stack])
+
+
+# ---- marks of stages --------------------------------------------------------------------------------------------
+
+
+def keep_marks(program: Program) -> Program:
+    """Replace ``pipe_split()`` by ``meta["stage_begins"]`` on the operator after it."""
+    if not any(operator_name(node) == "_pipe_split" for node in program.graph.nodes):
+        return program
+    graph = copied(program.graph)
+    for node in list(graph.nodes):
+        if operator_name(node) == "_pipe_split":
+            following = node.next
+            while following.op not in ("call_function", "output"):
+                following = following.next
+            following.meta["stage_begins"] = True
+            graph.erase_node(node)
+    return program.with_graph(graph)

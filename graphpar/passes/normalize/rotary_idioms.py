@@ -33,7 +33,7 @@ _ROWS = 3
 _OFF = 1e-12
 
 
-def rotary(node: fx.Node, masks: Masks) -> bool:
+def rotary(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
     """What turns pairs of features by two tables: one call."""
     for x, tables, region in _regions(node, masks):
         if not all(isinstance(value_of(each), Tensor) for each in (x, *tables)):
@@ -46,7 +46,7 @@ def rotary(node: fx.Node, masks: Masks) -> bool:
             for given, interleaved in itertools.product(itertools.permutations(tables), (False, True)):
                 if _agrees(region, x, given, interleaved):
                     options = {"interleaved": True} if interleaved else {}
-                    insert_call(node, apply_rotary, (x, *_parts(node, given)), options)
+                    insert_call(node, apply_rotary, (x, *_table_pair(node, given)), options)
                     return True
     return False
 
@@ -94,7 +94,7 @@ def _is_complex(tables: Collection[fx.Node]) -> bool:
     return len(tables) == 1 and all(isinstance(v := value_of(each), Tensor) and v.is_complex() for each in tables)
 
 
-def _parts(node: fx.Node, tables: Sequence[fx.Node]) -> list[fx.Node]:
+def _table_pair(node: fx.Node, tables: Sequence[fx.Node]) -> list[fx.Node]:
     """Return two tables, or the real and the imaginary part of one."""
     if len(tables) > 1:
         return [*tables]

@@ -32,7 +32,8 @@ def simplify(program: Program) -> Program:
     for node in list(graph.nodes):
         _simplified(node)
         if node.op == "call_function":
-            _drop_device(node)
+            # a factory's device is where the program was traced, not where it runs
+            node.kwargs = {key: v for key, v in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
             _spell_dtype(node)
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -231,7 +232,7 @@ def _index_of_all(node: fx.Node) -> None:
         root = root.args[0]  # type: ignore[assignment]
     if root.op == "get_attr":
         return  # a copy of a buffer, which may be written after it
-    places = [_place(index, size) for index, size in zip(indices, sizes(source))]
+    places = [_counted_dim(index, size) for index, size in zip(indices, sizes(source))]
     if None in places or places != sorted(set(places)):  # type: ignore[type-var]
         return
     whole, ndim = source, value_of(node).ndim
@@ -244,7 +245,7 @@ def _index_of_all(node: fx.Node) -> None:
 _VIEWS = (Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS)
 
 
-def _place(index: Any, size: int | str) -> int | None:
+def _counted_dim(index: Any, size: int | str) -> int | None:
     """Return the dim, from the last, along which ``index`` counts from 0 to ``size``; None where it does anything else."""
     if not isinstance(index, fx.Node) or size == 1:
         return None
@@ -310,11 +311,6 @@ _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "scaled_dot_product_attention": _usual_scale,
     **dict.fromkeys(("embedding", "embedding_bag"), _dense_gradient),
 }
-
-
-def _drop_device(node: fx.Node) -> None:
-    """Drop a factory's device: it is where the program was traced, not where it runs."""
-    node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
 
 
 def _spell_dtype(node: fx.Node) -> None:

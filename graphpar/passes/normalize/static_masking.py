@@ -26,20 +26,18 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import is_size, is_unknown, number_arguments, unknown_coefficient, unknown_symbol
-from graphpar.ir.program import Program, operator_name, value_of, where
+from graphpar.ir.program import Program, module_path, named_arguments, operator_name, value_of, where
 from graphpar.operators.batch import Additive, Analysis, Fixed, Rows
-from graphpar.operators.batch_states import choice_of
+from graphpar.operators.batch_rows import choice_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.expert_loops import keep_tokens
 from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.graph_matching import sizes
-from graphpar.passes.normalize.mask_indexing import spell_as_mask
+from graphpar.passes.normalize.mask_indexing import keep_tokens, spell_as_mask, spell_by_rows
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     NONE,
     SUM,
-    arguments_of,
     dtype_now,
     elements,
     reduction_place,
@@ -65,6 +63,7 @@ def fill_unchosen(program: Program) -> Program:
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
+    spell_by_rows(graph)
     remove_dead_code(graph)
     keep_tokens(graph)
     for node in list(graph.nodes):
@@ -82,9 +81,9 @@ def _warned(program: Program, products: Sequence[fx.Node]) -> Program:
     if not products:
         return program
     return program.warn(
-        f"{plural(len(products), 'product')} of rows that a mask chooses{where(products[0])} "
-        f"{'is' if len(products) == 1 else 'are'} computed for all rows, since sizes in a program are fixed. Stacked experts, multiplied "
-        "by torch's grouped_mm as in newer Hugging Face models, compute their own rows alone."
+        f"{plural(len(products), 'product')} of rows that a mask selects{where(products[0])} "
+        f"{'is' if len(products) == 1 else 'are'} computed for all rows, since all shapes are static. Stacked experts, multiplied "
+        "by torch's grouped_mm as in newer Hugging Face models, compute only their own rows."
     )
 
 
@@ -266,7 +265,7 @@ class _Filler:
 
     def _loss(self, node: fx.Node, place: int) -> fx.Node | None:
         """Compute a loss of chosen rows for each row, then its sum or mean. Class losses have a label for rows that don't count."""
-        old = arguments_of(node)
+        old = list(named_arguments(node).values())
         given = list(fx.map_arg(old, self.env.__getitem__))
         with self.old.inserting_before(node):
             of_rows = with_reduction(self.old, node, old, place, NONE)
@@ -277,7 +276,7 @@ class _Filler:
         target = old[1]
         if record_of(node).kind is Kind.CLASS_LOSS and not value_of(target).is_floating_point():
             mask = self._mask_for(self.analysis.states[target], given[1], node)
-            given[1] = self._where(node, mask, given[1], old[_place(node, "ignore_index")])
+            given[1] = self._where(node, mask, given[1], named_arguments(node)["ignore_index"])
             return with_reduction(self.graph, node, given, place, old[place])
         each = with_reduction(self.graph, node, given, place, NONE)
         total = self._wide(self._where(node, self._mask_for(state, each, node), each, 0))
@@ -343,7 +342,8 @@ class _Filler:
         """Return the tensor that holds the number ``size``; None where there is none."""
         if size in self.numbers:
             return self.numbers[size]
-        found = self._counted_size(size)
+        rows = self._multiple_of_rows(size)
+        found = None if rows is None else self._counted(*rows, size)
         if found is None and operator_name(size) in ("_local_scalar_dense", "item"):
             found = self.env.get(size.args[0])  # type: ignore[arg-type]
         elif found is None and size.target is torch.sym_float:
@@ -367,11 +367,6 @@ class _Filler:
                 "module_stack": like.meta.get("module_stack", ()),
             }
         return number
-
-    def _counted_size(self, size: fx.Node) -> fx.Node | None:
-        """Return the size of a dim of chosen rows, as a count."""
-        found = self._multiple_of_rows(size)
-        return None if found is None else self._counted(*found, size)
 
     def _multiple_of_rows(self, size: fx.Node) -> tuple[str, int] | None:
         """Return which chosen rows ``size`` is a multiple of, and the factor."""
@@ -426,19 +421,24 @@ class _Filler:
         return infer(self.graph.call_function(target, args), like)
 
 
-def _place(node: fx.Node, name: str) -> int:
-    return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
-
-
 def _refused(node: fx.Node) -> GraphparError:
     """Return the error for an operator that needs an unknown size."""
     makers = _unknown_ancestors(node)
-    asked = next((n for n in makers if is_size(n) or not any(_is_unknown(a) for a in n.all_input_nodes)), node)
-    made = "" if asked is node else f" made by {operator_name(asked)}{where(asked)}"
+    maker = next((n for n in makers if is_size(n) or not any(_is_unknown(a) for a in n.all_input_nodes)), node)
+    made = "" if maker is node else f" made by {operator_name(maker)}{where(maker)}"
+    path = module_path(maker)
+    advice = (
+        "Sums, means and losses of chosen rows, and functions of each row, are supported; write others with weights of 0 and 1 "
+        "(torch.where), or choose a fixed number of rows (topk)."
+    )
+    if operator_name(maker) in ("where", "nonzero", "nonzero_numpy"):
+        advice = (
+            "In a loop over experts take all rows of an expert, and add to them (rows, slots = torch.where(chosen == e); "
+            "y.index_add_(0, rows, weights[rows, slots, None] * expert(x[rows]))), or weigh with 0 and 1 (torch.where)."
+        )
     return GraphparError(
-        f"{operator_name(node)}{where(node)} needs a size{made} that depends on values, such as how many rows a mask chooses; a "
-        "program has fixed sizes. Sums, means and losses of chosen rows, and functions of each row, are supported; write others "
-        "with weights of 0 and 1 (torch.where), or choose a fixed number of rows (topk)."
+        f"{operator_name(node)}{f' in {path!r}' if path else ''}{where(node)} needs a size{made} that depends on values, such as how many "
+        f"rows a mask selects; a program has static shapes. {advice}"
     )
 
 

@@ -7,7 +7,7 @@
     cumsum of ones                   an arange, where the values say so
     table[:tokens]                   window(table, 0, tokens)
 
-The program was traced with the positions of its tokens in the place of the batch (:mod:`graphpar.frontend.generation`), so what tells
+The program was traced with the positions of its tokens in the place of the batch (:mod:`graphpar.frontend.signature`), so what tells
 whether the batch can be split (:mod:`graphpar.operators.batch`) tells as well whether positions depend on each other. Where any do but in
 attention, the program can't be computed a window at a time, and is refused.
 """
@@ -15,25 +15,27 @@ attention, the program can't be computed a window at a time, and is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import kv_cache
 from graphpar.errors import GraphparError
-from graphpar.ir.batch_sizes import is_size, size_factor
+from graphpar.ir.batch_sizes import batch_dims_of, is_size, size_factor
 from graphpar.ir.program import NOT_SYMBOLIC, Program, batch_coefficients, operator_name, value_of, where
-from graphpar.operators.batch import Analysis, Fixed, Rows
+from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.attention_idioms import mask_window, without_mask, without_repeats, written_attention
 from graphpar.passes.normalize.causal_masks import Masks
-from graphpar.passes.normalize.counted_positions import count_positions
 from graphpar.passes.normalize.functional import copied
-from graphpar.passes.normalize.graph_matching import insert_call, is_call
+from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call
 from graphpar.passes.normalize.simplify import remove_dead_code
-from graphpar.runtime.modes import GENERATE
+from graphpar.runtime.option_kinds import GENERATE
 
 
 def use_windows(program: Program) -> Program:
@@ -48,14 +50,16 @@ def use_windows(program: Program) -> Program:
         why = next((line for line in program.warnings if line.startswith(NOT_SYMBOLIC)), "").removeprefix(NOT_SYMBOLIC)
         raise GraphparError(
             f"{program.name} can't generate: its forward must take sequences of any length, but it could be traced for those of "
-            f"{program.batch} tokens alone{f' ({why}' if why else '.'}"
+            f"{program.batch} tokens only{f' ({why}' if why else '.'}"
         )
     if program.random_calls:
         raise GraphparError(
-            f"{program.name} can't generate: it has dropout that is always on; leave it to module.training."
+            f"{program.name} can't generate: it draws dropout, or other random numbers, in evaluation; leave dropout to module.training."
         )
     graph = copied(program.graph)
-    _only_logits(graph, program)
+    place = [output.name for output in program.outputs].index(_logits(program))
+    results: Any = graph.output_node().args[0]
+    graph.output_node().args = ((results[place],),)
     remove_dead_code(graph)
     _check_sizes(graph, program)
     masks = Masks(program.with_graph(graph))
@@ -104,13 +108,6 @@ def _logits(program: Program) -> str:
     raise GraphparError(
         f"{program.name} can't generate: it returns {', '.join(names)}, of which none is logits [batch, positions, vocabulary]."
     )
-
-
-def _only_logits(graph: fx.Graph, program: Program) -> None:
-    place = [output.name for output in program.outputs].index(_logits(program))
-    output = graph.output_node()
-    results: Any = output.args[0]
-    output.args = ((results[place],),)
 
 
 def _only_last(graph: fx.Graph) -> None:
@@ -245,7 +242,7 @@ def _numbers_rows(node: fx.Node, states: dict[fx.Node, Any]) -> bool:
         for user in current.users:
             name = operator_name(user)
             if name == "index_put" or (
-                name == "index" and user.args[0] is not current and _moves(user.args[0], states)
+                name == "index" and user.args[0] is not current and not isinstance(states.get(user.args[0]), Fixed)  # type: ignore[arg-type]
             ):
                 return True
             if user.op == "call_function" and record_of(user).kind in _SAME_NUMBERS and user not in seen:
@@ -255,10 +252,6 @@ def _numbers_rows(node: fx.Node, states: dict[fx.Node, Any]) -> bool:
 
 
 _SAME_NUMBERS = (Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY, Kind.VIEW)
-
-
-def _moves(source: Any, states: dict[fx.Node, Any]) -> bool:
-    return isinstance(source, fx.Node) and not isinstance(states.get(source), Fixed)
 
 
 def _check_sizes(graph: fx.Graph, program: Program) -> None:
@@ -313,3 +306,72 @@ def _follows_tokens(node: fx.Node | None) -> bool:
             pending += [each for each in current.all_input_nodes if each not in seen]
             seen.update(current.all_input_nodes)
     return False
+
+
+# ---- positions that a model counts ------------------------------------------------------------------------------
+#
+# ones [b, s] -> cumsum -> * mask - 1        arange(1, length + 1) -> window -> expand -> * mask - 1
+#
+# Nothing is known by name: a tensor whose values follow from constants and sizes alone, and are ``start``, ``start + 1``, .. along the
+# positions in all lengths that are tried, is that. Such a tensor can be computed for a window of positions; a sum over those before can't.
+
+
+_aten = torch.ops.aten
+
+
+def count_positions(graph: fx.Graph, program: Program, couplings: Iterable[Coupled]) -> None:
+    """Replace what counts positions, in place.
+
+    Args:
+        couplings: the operators that mix positions.
+    """
+    masks = Masks(program.with_graph(graph))
+    for node in [coupled.node for coupled in couplings if coupled.node is not None]:
+        if (start := _start(node, masks)) is not None:
+            _replace(node, start, program)
+
+
+def _start(node: fx.Node, masks: Masks) -> int | None:
+    """Return the number of the first position, where ``node`` numbers them."""
+    dims = batch_dims_of(node) if isinstance(value_of(node), Tensor) else []
+    if len(dims) != 1 or batch_coefficients(node)[dims[0]] != 1 or value_of(node).is_complex():
+        return None
+    start: int | None = None
+    for length, value in masks.values(node):
+        if not isinstance(value, Tensor) or value.numel() == 0 or value.shape[dims[0]] != length:
+            return None
+        first = float(value.flatten()[0])
+        if not first.is_integer() or start not in (None, int(first)):
+            return None
+        start = int(first)
+        numbers = torch.arange(start, start + length, dtype=torch.float64)
+        if not bool((value.movedim(dims[0], -1).double() == numbers).all()):
+            return None
+    return start
+
+
+def _replace(node: fx.Node, start: int, program: Program) -> None:
+    """Let a window of an arange take the place of ``node``."""
+    value, (dim,) = value_of(node), batch_dims_of(node)
+    length, size = program.batch, _size(node, program)
+    numbers = insert_helper(node, _aten.arange.start, (start, start + length), value.new_empty(length))
+    numbers.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    made = insert_helper(node, kv_cache.window, (numbers, 0, size), value.new_empty(value.shape[dim]))
+    for _ in range(dim + 1, value.ndim):
+        made = insert_helper(node, _aten.unsqueeze.default, (made, -1), value_of(made).unsqueeze(-1))
+    if value.ndim > 1:
+        others = [-1 if place == dim else size for place, size in enumerate(value.shape)]
+        made = insert_helper(node, _aten.expand.default, (made, others), value_of(made).expand(others))
+    node.replace_all_uses_with(made)
+
+
+def _size(node: fx.Node, program: Program) -> fx.Node:
+    """Return the number of positions of the window, as a node before ``node``."""
+    before = takewhile(lambda each: each is not node, node.graph.nodes)
+    sizes: list[fx.Node] = [each for each in before if is_size(each) and size_factor(each) == 1]
+    if sizes:
+        return sizes[0]
+    tokens = next(each for each in node.graph.nodes if each.op == "placeholder")
+    dim = program.inputs[0].batch_dim
+    assert dim is not None
+    return insert_helper(node, _aten.sym_size.int, (tokens, dim), value_of(tokens).shape[dim])

@@ -14,10 +14,10 @@ from dataclasses import replace
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
-from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate
+from graphpar.passes.planning.prices import CandidatePrices
 from graphpar.runtime.mesh import Mesh
-from graphpar.schedules.registry import get_schedule
+from graphpar.runtime.schedule_records import get_schedule
 
 
 class StepBounds:
@@ -40,10 +40,11 @@ class StepBounds:
         """Return a bound of the step time from what ranks of a smaller ``tp`` take, whose placements are known: more ranks divide their
         work at best, and what they send is no less."""
         mesh, rows = candidate.mesh, candidate.microbatch_size
-        key = mesh.dp_expert, mesh.cp, mesh.ep, tp, rows, candidate.split_points
+        key = candidate.compute, candidate.overlap_tp, tp, rows, candidate.split_points
         if key not in self._smaller:
             compute = Mesh(dp_expert=mesh.dp_expert, cp=mesh.cp, ep=mesh.ep, tp=tp)
-            pricing = self.prices.pricing(replace(candidate, mesh=compute, zero=0, reshard="default"))
+            smaller = replace(candidate, mesh=compute, zero=0, reshard="default")
+            pricing = self.prices.pricing(smaller) or self.prices.pricing(replace(smaller, overlap_tp=False))
             whole = None if pricing is None else pricing.stage_seconds(0, len(pricing.units), rows)
             self._smaller[key] = 0.0 if whole is None else whole.forward + whole.backward
         return candidate.microbatches * self._smaller[key] * (tp / (mesh.tp * mesh.pp))
@@ -121,7 +122,7 @@ class StepBounds:
         pricing, count = self.prices.known(candidate), candidate.microbatches
         if self.prices.chosen_in_memory(candidate):
             alive, room = self.prices.alive_on(candidate, pricing), self.prices.room(pricing)
-            within = self.prices.balancer(candidate).within(alive, room, self.prices.messages(candidate))
+            within = self.prices.balancer(candidate).within(alive, room, candidate.microbatches)
             return count * within[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         missing = self.prices.missing(pricing, layout)
@@ -135,6 +136,6 @@ class StepBounds:
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
-        pricing = self.prices.known(candidate, len(self.prices.recomputed) - 1)
+        pricing = self.prices.known(candidate, len(self.prices.recomputed(candidate)) - 1)
         alive = min(self.prices.alive_on(candidate, pricing)) / candidate.stages_per_rank
         return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)

@@ -1,59 +1,37 @@
 """The records of a plan search.
 
-PlannerConstraints ──Planner──► Candidate ──price──► Priced ──search──► SearchResult
+PlanConstraints ──Space──► Candidate ──Fitting──► Priced ──Planner──► SearchResult
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import Recompute
-from graphpar.schedules.registry import SCHEDULES
-from graphpar.text import plural
+from graphpar.runtime.options import Decisions, options_of
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.text import bytes_text, plural, seconds_text, share_text
 
 _PLACES = {name: place for place, name in enumerate(SCHEDULES)}
 POINTS = 2000
 """How many priced plans a search's JSON lists at most."""
 
 
-@dataclass(frozen=True)
-class PlannerConstraints:
-    """The user's pins; what is None is searched.
-
-    Attributes:
-        split_points: gives the split points for a mesh and a schedule, or raises GraphparError with why there are none.
-        one_microbatch: the batch can't be split into microbatches.
-        zero, reshard: how state is sharded over dp_shard and cp, and when gathered parameters are freed.
-        prefetch, prefetch_distance: when parameters are gathered for a backward.
-        recompute: what blocks may recompute, the least first.
-        whole_backwards: no schedule that splits backwards in two.
-        check: raises GraphparError for a mesh, a ZeRO level and a reshard policy with which something that is pinned can't be done.
-    """
-
-    schedule: str | None = None
-    microbatch_size: int | None = None
-    split_points: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
-    one_microbatch: bool = False
-    zero: int | None = None
-    reshard: str | int | None = None
-    prefetch: str | None = None
-    prefetch_distance: int | None = None
-    recompute: tuple[Recompute, ...] = ("none",)
-    whole_backwards: bool = False
-    check: Callable[[Mesh, int, str | int], None] | None = None
+def mesh_text(mesh: Mesh) -> str:
+    """Return ``pp=2, tp=4``, or ``one device``."""
+    return ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "one device"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh, a schedule, microbatches and how state is sharded; ``bound`` is a lower bound of its step time in seconds."""
+    """What a search decides before it prices; ``bound`` is a lower bound of the step time in seconds."""
 
     mesh: Mesh
     schedule: str
@@ -63,6 +41,7 @@ class Candidate:
     split_points: tuple[SplitAt, ...] | None = None
     zero: int = 0
     reshard: str | int = "default"
+    overlap_tp: bool = False
     bound: float = field(default=0.0, compare=False)
 
     @property
@@ -81,7 +60,24 @@ class Candidate:
             _PLACES[self.schedule],
             self.stages_per_rank,
             self.microbatches,
+            self.overlap_tp,
         )
+
+    @property
+    def compute(self) -> tuple[int, ...]:
+        """The degrees of the axes other than tp that a rank's program depends on."""
+        return self.mesh.dp_expert, self.mesh.cp, self.mesh.ep
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """The values of :data:`DECIDED`."""
+        return {name: getattr(self, name) for name in DECIDED}
+
+
+DECIDED = tuple(each.name for each in fields(Candidate) if each.name in options_of(Decisions))
+"""The options of a plan that its candidate decides."""
+SHOWN_FIELDS = ("stages_per_rank", "microbatches", *DECIDED)
+"""What is told of a candidate besides its mesh."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +109,9 @@ class Priced:
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate, its step time in seconds and peak memory in bytes a rank, as plain data."""
-        candidate = self.candidate
         return {
-            "mesh": candidate.mesh.degrees(),
-            "schedule": candidate.schedule,
-            "stages_per_rank": candidate.stages_per_rank,
-            "microbatches": candidate.microbatches,
-            "microbatch_size": candidate.microbatch_size,
-            "zero": candidate.zero,
-            "reshard": candidate.reshard,
+            "mesh": self.candidate.mesh.degrees(),
+            **{name: getattr(self.candidate, name) for name in SHOWN_FIELDS},
             "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "step_time_s": self.estimate.step_time_s,
             "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
@@ -162,16 +152,12 @@ class Point:
     def row(self) -> list[Any]:
         """The values of :data:`COLUMNS`."""
         each = self.candidate
-        mesh = list(each.mesh.degrees().values())
-        run = [each.zero, each.reshard, self.recompute, each.schedule, each.stages_per_rank]
-        batch = [each.microbatches, each.microbatch_size]
-        return [*mesh, *run, *batch, self.step_time_s, self.peak_memory_bytes, self.fits]
+        own = [getattr(each, name) for name in SHOWN_FIELDS]
+        return [*each.mesh.degrees().values(), *own, *(getattr(self, name) for name in _PRICED)]
 
 
-COLUMNS = (
-    *Mesh().degrees(), "zero", "reshard", "recompute", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "step_time_s",
-    "peak_memory_bytes", "fits",
-)  # fmt: skip
+_PRICED = tuple(each.name for each in fields(Point))[1:]
+COLUMNS = (*Mesh().degrees(), *SHOWN_FIELDS, *_PRICED)
 """What a row of a search's priced plans holds."""
 
 
@@ -216,9 +202,8 @@ class Tried:
     ) -> Tried:
         """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless``, ``priced``, or ``unpriced`` for want of
         time, ``useless`` ones, and ``unsolved`` ones, whose placements there was no time for."""
-        names = "schedule", "stages_per_rank", "microbatch_size", "microbatches", "zero", "reshard"
         values: dict[str, set[Any]] = {axis: {getattr(each.mesh, axis) for each in able} for axis in Mesh().degrees()}
-        values |= {name: {getattr(each, name) for each in able} for name in names}
+        values |= {name: {getattr(each, name) for each in able} for name in SHOWN_FIELDS}
         too_large = sum(each not in priced for each in hopeless)
         return Tried(
             {name: tuple(sorted(found, key=lambda each: (str(type(each)), each))) for name, found in values.items()},
@@ -258,6 +243,11 @@ class SearchResult:
     left_out: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
     tried: Tried | None = None
+
+    @property
+    def nearest(self) -> Priced | None:
+        """The best candidate, or where none fits the one nearest to fitting; None where none is legal."""
+        return self.best or next(iter(self.alternatives), None)
 
     @property
     def gap(self) -> float | None:
@@ -309,3 +299,98 @@ class SearchResult:
             "front": [places[point.candidate] for point in front],
             "left_out": len(self.points) - len(shown),
         }
+
+
+# ---- why a plan is slower than another -----------------------------------------------------------------------------
+
+_LEAST = 1e-4
+"""Losses below this share of the step count as none."""
+
+
+def why_not(best: Estimate | None, other: Estimate) -> str:
+    """Return why ``other`` was not chosen: it does not fit, or which part of its step loses most against ``best``."""
+    if other.missing_bytes > 0:
+        return misfit(other)
+    if best is None:
+        return ""
+    losses = _losses(best, other)
+    part = max(losses, key=losses.__getitem__)
+    if losses[part] <= _LEAST * other.step_time_s:
+        return "as fast; the simpler of the two was taken"
+    return _WORDS[part](best, other) if part in _WORDS else _part(best, other, part)
+
+
+def misfit(estimate: Estimate) -> str:
+    """Return ``does not fit: stage 0 needs 91.2 GiB of 77.6 GiB``."""
+    rank, stages = estimate.fullest
+    where = (
+        f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        if len(estimate.stages) > 1
+        else "a device"
+    )
+    need = "need" if len(stages) > 1 and len(estimate.stages) > 1 else "needs"
+    return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {bytes_text(estimate.memory_bytes)}"
+
+
+def _losses(best: Estimate, other: Estimate) -> Mapping[str, float]:
+    """Return the seconds by which each part of ``other`` is longer; what uneven stages lose is one of the parts."""
+    mine, theirs = _step_parts(other), _step_parts(best)
+    return {part: mine.get(part, 0.0) - theirs.get(part, 0.0) for part in mine | theirs}
+
+
+def _step_parts(estimate: Estimate) -> dict[str, float]:
+    """Return the parts of the busiest rank's step; its work above the mean is ``uneven``."""
+    even = _evenness(estimate)
+    busy = ("bubble", "pp", "gradients", "optimizer")
+    parts = {part: seconds if part in busy else even * seconds for part, seconds in estimate.parts_s.items()}
+    return parts | {"uneven": estimate.step_time_s - sum(parts.values())}
+
+
+def _evenness(estimate: Estimate) -> float:
+    """Return the mean work of ranks divided by that of the busiest."""
+    work = [0.0] * len(estimate.memory)
+    for stage in estimate.stages:
+        work[stage.rank] += stage.forward_s + stage.backward_s
+    return sum(work) / len(work) / max(work) if max(work) else 1.0
+
+
+def _rate(estimate: Estimate) -> float:
+    """Return the share of the devices' peak that is reached while they compute."""
+    return estimate.mfu * estimate.step_time_s / estimate.compute_s if estimate.compute_s else 0.0
+
+
+def _compute(best: Estimate, other: Estimate) -> str:
+    rates = (
+        f": {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}"
+        if _rate(other) < 0.99 * _rate(best)
+        else ""
+    )
+    return f"computes {seconds_text(other.compute_s)}, not {seconds_text(best.compute_s)}{rates}"
+
+
+def _uneven(best: Estimate, other: Estimate) -> str:
+    return f"uneven stages: the slowest rank has {1 / _evenness(other):.2f}x the mean to do, not {1 / _evenness(best):.2f}x"
+
+
+def _bubble(best: Estimate, other: Estimate) -> str:
+    shares = [estimate.parts_s.get("bubble", 0.0) / estimate.step_time_s for estimate in (other, best)]
+    against = f", not {share_text(shares[1])}" if shares[1] else ""
+    return f"bubble of {seconds_text(other.parts_s['bubble'])}: {share_text(shares[0])} of the step{against}"
+
+
+def _part(best: Estimate, other: Estimate, part: str) -> str:
+    """Return ``tp traffic 96 ms exposed, not 29 ms``, or what the part is called in ``_PHRASES``."""
+    seconds = best.parts_s.get(part, 0.0)
+    against = f", not {seconds_text(seconds)}" if seconds else ""
+    return (
+        _PHRASES.get(part, f"{part} traffic {{}} exposed").format(seconds_text(other.parts_s.get(part, 0.0))) + against
+    )
+
+
+_WORDS = {"compute": _compute, "uneven": _uneven, "bubble": _bubble}
+_PHRASES = {
+    "host": "devices wait {} for the host to start operators",
+    "pp": "waits {} for transfers between stages",
+    "gradients": "sums of gradients {} exposed",
+    "optimizer": "optimizer step of {}",
+}

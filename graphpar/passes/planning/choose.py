@@ -1,9 +1,9 @@
-"""``choose``: from a program and a mesh to a :class:`~graphpar.ir.plan.Plan`.
+"""``choose``: from a program, a mesh and decisions to a :class:`~graphpar.passes.planning.planned.Planned`.
 
     Program, Mesh, PlanConstraints ──defaults──► schedule, split points, microbatches ──solve──► Sharding ──► Plan
 
-Open choices get usual values: split points balanced by flops, 1F1B, about two microbatches a stage. The search over meshes,
-schedules and microbatches (:mod:`graphpar.passes.planning.planner`) runs before this, and pins what it found.
+The search (:mod:`graphpar.passes.planning.search`) runs before this, and pins what it found. Without hardware there are no prices to search
+by, so what is open has usual values: split points balanced by flops, 1F1B, about two microbatches a stage.
 What the user pinned is used unchanged, or refused with the reason.
 """
 
@@ -15,68 +15,62 @@ from dataclasses import replace
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
-from graphpar.codegen.fully_sharded import gathered_in_turn, stored_in_shards
+from graphpar.codegen.units import gathered_in_turn, stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
-from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
+from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes, splitting_advice
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_dp_mean,
     check_offload,
     check_pipelined,
     check_replicas,
+    coupling_reason,
+    global_batch,
     idle_pins,
+    usual_schedule,
 )
+from graphpar.passes.planning.planned import Planned
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.planning.split_points import (
-    balanced_split_points,
-    even_split_points,
-    marked_split_points,
-    split_points_by_layers,
-    split_points_from_lists,
-)
+from graphpar.passes.planning.split_points import balanced_split_points, pinned_split_points
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.exchange import check_shares, exchange_over, exchanged_parameters
-from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
-from graphpar.passes.sharding.problem import build_problem
+from graphpar.passes.sharding.pins import pin_nodes, points_of, variants_of
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.sequences import check_sequences
-from graphpar.passes.sharding.shard import Sharded, sharded
+from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Type
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.modes import GENERATE, TRAIN
-from graphpar.runtime.option_kinds import ZERO1_BY
+from graphpar.runtime.option_kinds import GENERATE, TRAIN, ZERO1_BY
 from graphpar.runtime.options import check_decisions, decided, level_of, prefetching
 from graphpar.runtime.plan_record import StageRecord
-from graphpar.schedules.order import check_deadlock
-from graphpar.schedules.registry import (
-    action_table,
-    bubble_warning,
-    canonical_name,
-    check_legal,
-    get_schedule,
-    legal_microbatches,
-    stage_ranks,
+from graphpar.runtime.schedule_records import canonical_name, get_schedule
+from graphpar.schedules.action_table import (
+    ActionTable,
+    has_state_actions,
+    parse_table,
+    validate_table,
+    with_state_actions,
 )
-from graphpar.schedules.table import ActionTable, has_state_actions, parse_table, validate_table, with_state_actions
+from graphpar.schedules.order import check_deadlock
+from graphpar.schedules.registry import action_table, bubble_warning, check_legal, legal_microbatches, stage_ranks
 from graphpar.text import plural
 
 CUSTOM = "custom"
 """The schedule name of a plan that runs the user's own table."""
 
 
-def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
+def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Planned:
     """Make a plan for a pipeline over ``mesh.pp`` ranks.
 
     Raises:
@@ -93,8 +87,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         positions_of(program, split_points)  # report a misspelt name before anything else
     if pins.table is not None:
         return _with_table(program, mesh, pins, split_points, batch)
-    several = program.mode == "train" and coupling_reason(program, pins) is None
-    schedule = canonical_name(pins.schedule or ("1F1B" if several else "GPipe"))
+    schedule = canonical_name(pins.schedule or usual_schedule(program, pins))
     if program.mode != TRAIN and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, split_points)
@@ -116,18 +109,6 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.replicas  # that can be split
     warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
     return plan if warning is None else replace(plan, warnings=(*plan.warnings, warning))
-
-
-def global_batch(program: Program, pins: PlanConstraints) -> int:
-    """Return the rows of the global batch, as pinned or as in the example.
-
-    Raises:
-        GraphparError: fewer than one row is pinned.
-    """
-    batch = program.batch if pins.global_batch is None else pins.global_batch
-    if batch < 1:
-        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
-    return batch
 
 
 def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> ActionTable:
@@ -173,19 +154,6 @@ def checked_table(text: str, pp: int) -> ActionTable:
     return table
 
 
-def pinned_split_points(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[SplitAt, ...] | None:
-    """Return the user's split points, in whichever way they were given; None leaves them to the search."""
-    pins.check_one_way()
-    if pins.stages is not None:
-        return split_points_from_lists(program, pins.stages)
-    per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
-    if pins.by_layers:
-        return split_points_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
-    if pins.split_points is not None and any("*" in point.path for point in pins.split_points):
-        return even_split_points(program, pins.split_points, mesh.pp * per_rank)
-    return pins.split_points if pins.split_points is not None else marked_split_points(program)
-
-
 def _plan(
     program: Program,
     mesh: Mesh,
@@ -196,7 +164,7 @@ def _plan(
     ranks: Sequence[int],
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
-) -> Plan:
+) -> Planned:
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     if program.mode != GENERATE:
@@ -223,7 +191,7 @@ def _plan(
         "prefetch_distance": distance,
         "dropout": program.dropout,
     }
-    return Plan(
+    return Planned(
         model=program.name,
         mode=program.mode,
         mesh=mesh,
@@ -250,7 +218,7 @@ def check_reach(distance: int, units: int) -> None:
     """
     if distance > max(1, units):
         raise GraphparError(
-            f"prefetch_distance={distance} gathers {distance} units ahead, but no stage has more than {units} besides the rest of it; give "
+            f"prefetch_distance={distance} gathers {distance} units ahead, but no stage has more than {units} inside its outer unit; give "
             f"at most {max(1, units)}."
         )
 
@@ -292,7 +260,8 @@ def solve(
         return sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None)
     sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
-    problem = build_problem(prepared(sized, variants, points, axes), axes)
+    problem = problem_of(program, Sharding(axes, variants=variants, points=tuple(points)), microbatch)
+    assert problem is not None
     workload = Workload(microbatch, microbatches, program.mode == "train")
     costs = costs_for(sized, mesh, cluster)
     # What dp_shard stores is said by the level of ZeRO, whose shards are computed with whole.
@@ -363,31 +332,20 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
             f"the {rows} rows of {'a replica' if mesh.replicas > 1 else 'the global batch'}; use --batch with a multiple of "
             f"{mesh.pp * per_rank * mesh.replicas}."
         )
-    wanted = 2 * mesh.pp * per_rank
-    enough = [count for count in legal if count >= wanted]
+    target = 2 * mesh.pp * per_rank
+    enough = [count for count in legal if count >= target]
     return min(enough) if enough else max(legal)
 
 
-def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
-    """Return why the batch can't be split at all; None where it can."""
-    if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
-        return f"examples depend on each other: {coupled_text(program.couplings)}"
-    return program.unsplittable
-
-
 def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
-    allow = ""
-    if program.unsplittable is None:
-        allow = (
-            " Use one microbatch (GPipe; dp_replicate may divide its rows, which is exact), make the operator independent of the batch "
-            "(eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
-        )
-    return f"The batch of {batch} can't be split into {microbatches} microbatches: {reason}.{allow}"
+    return (
+        f"The batch of {batch} can't be split into {microbatches} microbatches: {reason}. {splitting_advice(program)}"
+    )
 
 
 def _with_table(
     program: Program, mesh: Mesh, pins: PlanConstraints, split_points: Sequence[SplitAt] | None, batch: int
-) -> Plan:
+) -> Planned:
     """Make a plan that runs the user's own schedule table."""
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)

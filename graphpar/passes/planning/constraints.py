@@ -12,20 +12,33 @@ from graphpar.annotations.values import WHOLE, Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program, module_path
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.matrix import heads_of
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.coupled import coupled_text, placed_axes
-from graphpar.passes.planning.space import free_axes
 from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import TRAIN
 from graphpar.runtime.options import Request, check_decisions, level_of
-from graphpar.schedules.registry import get_schedule
+from graphpar.runtime.schedule_records import get_schedule
 from graphpar.text import listed, share_text
+
+FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
+"""The axes whose degrees are searched where they are not pinned."""
+
+
+def free_axes(pinned: Collection[str], zero: int | None, mode: str = "train") -> tuple[str, ...]:
+    """Return the axes that are searched where some are pinned.
+
+    A pinned dp_replicate says how replicas are to be made, so state is then sharded only where a ZeRO level is asked for.
+    """
+    sharded = mode == "train" and (zero or (zero is None and "dp_replicate" not in pinned))
+    return tuple(axis for axis in FREE_AXES if axis not in pinned and (sharded or axis != "dp_shard"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +98,36 @@ class PlanConstraints(Request):
             raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
 
 
+def global_batch(program: Program, pins: PlanConstraints) -> int:
+    """Return the rows of the global batch, as pinned or as in the example.
+
+    Raises:
+        GraphparError: fewer than one row is pinned.
+    """
+    batch = program.batch if pins.global_batch is None else pins.global_batch
+    if batch < 1:
+        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    return batch
+
+
+def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
+    """Return why the batch can't be split at all; None where it can."""
+    if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
+        return f"examples depend on each other: {coupled_text(program.couplings)}"
+    return program.unsplittable
+
+
+def usual_schedule(program: Program, pins: PlanConstraints) -> str:
+    """Return the schedule of plans for which none is pinned and no other is searched: that of a mesh without hardware, or without a
+    pipeline."""
+    return "1F1B" if program.mode == TRAIN and coupling_reason(program, pins) is None else "GPipe"
+
+
+def exported_precision(program: Program) -> Precision:
+    """Return the dtypes that ``program`` was exported for."""
+    return (Precision() if program.source is None else program.source.precision).resolved(program.mode)
+
+
 def check_on_mesh(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
     """Check that what is pinned can be done with ``program`` on ``mesh``.
 
@@ -137,7 +180,7 @@ def check_replicas(
                     f"zero={level} stores it as {found} over {axis}={degrees[axis]}; leave the pin out, or take zero=1"
                 )
             else:
-                why = f"with zero={level} it is whole on the {degrees[axis]} ranks of {axis}; zero=2 and 3 store {list(shape)} as S(0)"
+                why = f"with zero={level} it is replicated on the {degrees[axis]} ranks of {axis}; zero=2 and 3 store {list(shape)} as S(0)"
             raise refused(name, spec, axis, why)
     activations = [
         (path, spec) for table in (pins.inputs, pins.outputs) for path, specs in table.items() for spec in specs
@@ -146,7 +189,7 @@ def check_replicas(
     for path, given in activations:
         for axis in given or ():
             if axis not in placed:
-                why = f"the {degrees[axis]} ranks of {axis} take rows of their own, and nothing is placed on it; leave the pin out"
+                why = f"the {degrees[axis]} ranks of {axis} take different rows, and nothing is placed on it; leave the pin out"
                 raise refused(path, given or {}, axis, why)
 
 
@@ -191,7 +234,7 @@ def check_heads(program: Program, degrees: Mapping[str, int], shard_plan: Mappin
             raise GraphparError(
                 f"tp={degree} divides the heads of no attention, such as the {number} of {path or program.name}: each rank would compute "
                 f"all of it, {share_text(flops / total)} of the flops of matrix products. Take tp={listed(list(map(str, fits)), 4)}, or "
-                f"accept it with the pin {{{pattern!r}: 'replicate'}}."
+                f"accept it with the pin {{{pattern!r}: 'replicate'}} (--shard-plan)."
             )
 
 
@@ -226,7 +269,7 @@ def check_offload(pins: PlanConstraints, program: Program) -> None:
     """
     if "activations" in (pins.offload or ()) and not program.blocks:
         raise GraphparError(
-            f"offload=activations moves what repeated blocks keep, and {program.name} has none; leave it out."
+            f"offload=activations moves activations of repeated blocks, and {program.name} has none; leave it out."
         )
 
 

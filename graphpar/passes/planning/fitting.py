@@ -18,11 +18,11 @@ from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate, Priced
+from graphpar.passes.planning.prices import CandidatePrices
 from graphpar.passes.planning.stage_balance import UnitSavings
 from graphpar.runtime.option_kinds import Recompute
-from graphpar.schedules.registry import get_schedule
+from graphpar.runtime.schedule_records import get_schedule
 
 TRIES = 10
 """How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
@@ -54,7 +54,7 @@ class Fitting:
             return best
         balancer, room = self.prices.balancer(candidate), self.prices.room(pricing)
         for _ in range(TRIES):
-            starts = balancer.within(self.prices.alive_on(candidate, pricing), room, self.prices.messages(candidate))[1]
+            starts = balancer.within(self.prices.alive_on(candidate, pricing), room, candidate.microbatches)[1]
             if starts is None:
                 break
             other = self._fitted(candidate, starts)
@@ -84,7 +84,7 @@ class Fitting:
             for choices in others:
                 pricing = self.prices.mixed(best.candidate, choices)
                 if max(self.prices.missing(pricing, best.layout)) <= 0 and pricing.step_s(best.layout) < step_s:
-                    each = replace(best, choices=choices, recompute=self._recompute(pricing, choices))
+                    each = replace(best, choices=choices, recompute=self._recompute(best.candidate, pricing, choices))
                     each = self.exactly(each)
                     step_s, found = (each.estimate.step_time_s, each) if each.fits else (step_s, found)
             if found is best:
@@ -113,7 +113,10 @@ class Fitting:
                     for unit, kind in changed.items()
                 )
                 if more < most and less + spare <= _NEARLY * self.prices.cluster.device.memory_bytes:
-                    found[self._agreed(pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)])] = more
+                    choices = self._agreed(
+                        candidate, pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)]
+                    )
+                    found[choices] = more
         return sorted(found, key=lambda each: (found[each], each))
 
     @staticmethod
@@ -163,7 +166,7 @@ class Fitting:
         pricing = self.prices.known(candidate)
         layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
         choices = (0,) * len(pricing.units)
-        if len(self.prices.recomputed) > 1:
+        if len(self.prices.recomputed(candidate)) > 1:
             missing = self.prices.missing(pricing, layout)
             if max(missing) > 0:
                 choices = self._recomputing(candidate, pricing, layout, missing)
@@ -174,7 +177,9 @@ class Fitting:
         sharded = self.prices.sharded(candidate.mesh, candidate.microbatch_size)
         assert sharded is not None
         estimate = mixed.estimate(layout, exact=False)
-        return Priced(candidate, layout, sharded, split_points, estimate, choices, self._recompute(pricing, choices))
+        return Priced(
+            candidate, layout, sharded, split_points, estimate, choices, self._recompute(candidate, pricing, choices)
+        )
 
     def _recomputing(
         self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
@@ -191,7 +196,7 @@ class Fitting:
             by_unit: dict[int, int] = {}
             for units, nbytes in zip(own, needed):
                 by_unit |= savings.cheapest(units, nbytes)
-            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(savings.count)])
+            known, chosen = chosen, self._agreed(candidate, pricing, [by_unit[unit] for unit in range(savings.count)])
             times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
             left = self.prices.missing(self.prices.mixed(candidate, chosen), layout)
             if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
@@ -199,36 +204,34 @@ class Fitting:
             needed = [before + times * max(0, each) for before, each in zip(needed, left)]
         return chosen
 
-    def _agreed(self, pricing: Pricing, choices: Sequence[int]) -> tuple[int, ...]:
+    def _agreed(self, candidate: Candidate, pricing: Pricing, choices: Sequence[int]) -> tuple[int, ...]:
         """Let units that run the same block recompute as the one of them that recomputes most: a plan says it by the block's path."""
         agreed = list(choices)
         most: dict[str, int] = {}
         for unit, kind in zip(pricing.units, choices):
-            for path in self._recomputed_in(unit):
+            for path in self._recomputed_in(candidate, unit):
                 most[path] = max(kind, most.get(path, 0))
         for place, unit in enumerate(pricing.units):
-            agreed[place] = max((most[path] for path in self._recomputed_in(unit)), default=agreed[place])
+            agreed[place] = max((most[path] for path in self._recomputed_in(candidate, unit)), default=agreed[place])
         return tuple(agreed)
 
-    def _recomputed_in(self, unit: Unit) -> list[str]:
+    def _recomputed_in(self, candidate: Candidate, unit: Unit) -> list[str]:
         """Return the paths of a unit's blocks that may be recomputed."""
         if unit not in self._paths:
             calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
-            self._paths[unit] = [path for path in calls if path in self.prices.recomputed[-1]]
+            self._paths[unit] = [path for path in calls if path in self.prices.recomputed(candidate)[-1]]
         return self._paths[unit]
 
-    def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
+    def _recompute(self, candidate: Candidate, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""
+        recomputed, kinds = self.prices.recomputed(candidate), self.prices.space.kinds_beside(candidate.overlap_tp)
         found = {
-            path: self.prices.recomputed[kind][path]
+            path: recomputed[kind][path]
             for unit, kind in zip(pricing.units, choices)
-            for path in self._recomputed_in(unit)
-            if path in self.prices.recomputed[kind]
+            for path in self._recomputed_in(candidate, unit)
+            if path in recomputed[kind]
         }
-        return next(
-            (kind for kind, each in zip(self.prices.space.wishes.recompute, self.prices.recomputed) if each == found),
-            found,
-        )
+        return next((kind for kind, each in zip(kinds, recomputed) if each == found), found)
 
 
 def _changes(choices: Sequence[int], units: Sequence[int], kinds: int) -> Iterator[dict[int, int]]:

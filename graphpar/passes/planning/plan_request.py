@@ -5,6 +5,7 @@ cluster, mesh, schedule, ... ──plan_request──► PlanConstraints, or an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from graphpar.annotations.files import load_shard_plan
 from graphpar.annotations.patterns import read_entry
+from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
@@ -20,19 +22,27 @@ from graphpar.ir.program import Program
 from graphpar.ir.split_points import split_points_of
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.planning.choose import CUSTOM, checked_table, choose
-from graphpar.passes.planning.constraints import PlanConstraints, check_heads, check_pipelined
-from graphpar.passes.planning.generation import pins_of_generation
-from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.passes.planning.constraints import (
+    PlanConstraints,
+    check_heads,
+    check_pipelined,
+    exported_precision,
+    free_axes,
+    global_batch,
+)
+from graphpar.passes.planning.explain import misfit_text
+from graphpar.passes.planning.planned import Planned
+from graphpar.passes.planning.prices import estimate_plan
 from graphpar.passes.planning.recomputation import least_first, of_the_model
-from graphpar.passes.planning.space import free_axes
-from graphpar.runtime.compiled import obstacle
-from graphpar.runtime.kernel_dropout import EXACT
+from graphpar.passes.planning.search import Planner
+from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.modes import GENERATE
-from graphpar.runtime.option_kinds import AUTO, whole_number
-from graphpar.runtime.options import check_decisions, checked, numbered
-from graphpar.schedules.registry import canonical_name
-from graphpar.schedules.table import load_table, parse_table
+from graphpar.runtime.option_kinds import AUTO, GENERATE, whole_number
+from graphpar.runtime.options import Decisions, check_decisions, checked, numbered
+from graphpar.runtime.schedule_records import canonical_name
+from graphpar.runtime.stages.compiled import obstacle
+from graphpar.runtime.stages.dropout import EXACT
+from graphpar.schedules.action_table import load_table, parse_table
 
 Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 
@@ -72,7 +82,7 @@ def plan_request(cluster: Cluster | int | str | Path | None = None, **options: A
     return pins
 
 
-def planned(program: Program, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Plan:
+def planned(program: Program, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Planned:
     """Make the plan that is asked for: usual values where all degrees of the mesh are given and no cluster is, else searched. A whole
     mesh that fits a given cluster in no way is taken all the same.
 
@@ -100,29 +110,19 @@ def planned(program: Program, pins: PlanConstraints, show: Callable[[str], None]
     return _planned(program, pins, show)
 
 
-def _planned(program: Program, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Plan:
+def _planned(program: Program, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Planned:
     if not pins.searched:
         chosen = choose(program, Mesh.resolve(pins.mesh, pins.devices), pins)
         if pins.cluster is None:
             return chosen
         return _priced(program, chosen, pins, pins.cluster)
-    cluster = pins.cluster or Cluster.of_this_machine(pins.size)
-    if not pins.complete:
-        return search_plan(program, cluster, pins.mesh, pins, show)
-    mesh = Mesh.resolve(pins.mesh, pins.devices)
-    try:
-        return search_plan(program, cluster, mesh.degrees(), pins, show)
-    except NothingFits:
-        most = (
-            least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)[-1]
-            if pins.recompute == AUTO
-            else pins.recompute
-        )
-        chosen = choose(program, mesh, replace(pins, recompute=most))
-        return _priced(program, chosen, pins, cluster)
+    mesh = Mesh.resolve(pins.mesh, pins.devices).degrees() if pins.complete else pins.mesh
+    return search_plan(
+        program, replace(pins, cluster=pins.cluster or Cluster.of_this_machine(pins.size), mesh=mesh), show
+    )
 
 
-def _priced(program: Program, plan: Plan, pins: PlanConstraints, cluster: Cluster) -> Plan:
+def _priced(program: Program, plan: Planned, pins: PlanConstraints, cluster: Cluster) -> Planned:
     """Return ``plan`` with its price; with collectives of tp beside products where that is left open and faster."""
     plan = replace(plan, predicted=estimate_plan(program, plan, cluster))
     if pins.overlap_tp is not None or plan.mesh.tp == 1 or numbered(plan.recompute):
@@ -133,15 +133,12 @@ def _priced(program: Program, plan: Plan, pins: PlanConstraints, cluster: Cluste
     return replace(beside, predicted=predicted) if predicted.step_time_s < plan.predicted.step_time_s else plan
 
 
-def _least_recomputation(program: Program, pins: PlanConstraints) -> Plan:
+def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
     *less, most = least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)
     cluster = pins.cluster or Cluster.of_this_machine(pins.size)
     for kind in less:
-        try:
-            plan = _planned(program, replace(pins, recompute=kind))
-        except NothingFits:
-            continue
+        plan = _planned(program, replace(pins, recompute=kind))
         estimate = plan.predicted or estimate_plan(program, plan, cluster)
         if max(estimate.peak_memory_bytes) <= estimate.memory_bytes:
             return plan
@@ -150,13 +147,84 @@ def _least_recomputation(program: Program, pins: PlanConstraints) -> Plan:
 
 def _precision(program: Program, pins: PlanConstraints) -> Precision:
     """Return the dtypes that the program was exported for, which must be those that are asked for, if any."""
-    exported = (Precision() if program.source is None else program.source.precision).resolved(program.mode)
+    exported = exported_precision(program)
     for name in ("dtype", "param_dtype"):
-        if (asked := getattr(pins, name)) not in (None, getattr(exported, name)):
+        if (requested := getattr(pins, name)) not in (None, getattr(exported, name)):
             raise GraphparError(
-                f"{name} is {asked!r}, but the program was exported in {getattr(exported, name)!r}; leave it out, or export again."
+                f"{name} is {requested!r}, but the program was exported in {getattr(exported, name)!r}; leave it out, or export again."
             )
     return exported
+
+
+def search_plan(program: Program, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Planned:
+    """Return the fastest plan that fits ``pins.cluster``, with ``pins.top`` alternatives; axes that are not in ``pins.mesh`` are searched.
+    On a mesh that is given as a whole and fits in no way, it is the plan that is nearest to fitting.
+
+    After ``pins.time_limit`` seconds the best so far is returned, with its gap; ``show`` is called with what the search is at.
+
+    Raises:
+        GraphparError: the pins can't be met, or nothing fits.
+    """
+    planner = Planner(program, pins, show=show)
+    cluster, found = planner.cluster, planner.search()
+    best = found.nearest
+    if best is None:
+        free = free_axes(pins.mesh, pins.zero, program.mode)
+        one = ["dp_shard"] if pins.zero and "dp_shard" in free else free[:1]
+        rest = cluster.size // math.prod(pins.mesh.values())
+        mesh = Mesh.resolve(dict.fromkeys(one, rest) | dict(pins.mesh), cluster.size)
+        choose(program, mesh, replace(pins, recompute=planner.space.kinds[0]))  # raises where the pins are wrong
+        reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
+        raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
+    if found.best is None and not pins.complete:
+        raise NothingFits(misfit_text(program, pins, best, planner))
+    decided = replace(
+        pins,
+        **best.candidate.decisions,
+        recompute=best.recompute,
+        split_points=best.split_points if best.candidate.mesh.pp > 1 else None,
+        stages=None,
+        layers_per_stage=None,
+        edge_layers=None,
+        sharded=best.sharded,
+    )
+    alone = on_one_device(program, pins, cluster, planner) if cluster.size > 1 and program.symbolic else None
+    chosen = choose(program, best.candidate.mesh, decided)
+    return replace(chosen, predicted=best.estimate, found=found if found.best else None, alone=alone)
+
+
+def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Planner | None = None) -> Alone:
+    """Estimate the batch of a plan or a request on one device of ``cluster``, with the best microbatch size there.
+
+    Args:
+        like: a planner of the same program, whose sharded programs are used on.
+    """
+    one = Cluster(1, 1, cluster.device, cluster.intra_node, cluster.inter_node)
+    free = program.symbolic and program.mode != GENERATE  # else each other size is a trace, or another window
+    size = program.batch if program.of_one_size else given.microbatch_size  # the rows of all replicas are one trace's
+    pins = PlanConstraints(
+        cluster=one,
+        global_batch=given.global_batch,
+        microbatch_size=None if free else size,
+        allow_batch_coupling=given.allow_batch_coupling,
+        recompute=AUTO if isinstance(given, Plan) else given.recompute,
+        offload=given.offload,
+        compile=given.compile,
+        dropout=given.dropout,
+        top=1,
+    )
+    best = Planner(program, pins, like).search().nearest
+    if best is None:
+        raise GraphparError(f"No plan of one device has a batch of {global_batch(program, pins)}.")
+    estimate = best.estimate
+    return Alone(
+        str(one),
+        estimate.step_time_s,
+        best.candidate.microbatch_size,
+        max(estimate.peak_memory_bytes),
+        estimate.memory_bytes,
+        best.recompute,
+    )
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -226,3 +294,47 @@ def _check_table(text: str, schedule: str | None, mesh: dict[str, int]) -> None:
             f"Give a schedule, {schedule!r}, or a table of your own, not both: each says what every rank runs."
         )
     checked_table(text, mesh.setdefault("pp", parse_table(text).ranks))
+
+
+# ---- generation ------------------------------------------------------------------------------------------------
+
+_DIVIDE = (Divides.LAYERS, Divides.EXPERTS, Divides.WEIGHTS)
+"""What may be divided over ranks while tokens are generated, besides the sequences."""
+_SEQUENCES = "dp_replicate"
+"""The axis whose ranks have other sequences."""
+_AXES = tuple(name for name, record in AXIS.items() if record.divides in _DIVIDE or name == _SEQUENCES)
+
+
+def groups_of(mesh: Mapping[str, int], devices: int) -> int:
+    """Return how many groups of sequences are in flight, in plans of ``devices`` that share the degrees of ``mesh``.
+
+    Where pp or dp_replicate are left to the search, all of its plans have as many, those that divide weights instead too: so prices
+    of a step are of the same work.
+    """
+    apart = math.prod(degree for axis, degree in mesh.items() if axis not in ("pp", _SEQUENCES))
+    return max(1, devices // apart)
+
+
+def pins_of_generation(pins: PlanConstraints) -> PlanConstraints:
+    """Return the pins with what generation leaves no choice of.
+
+    Raises:
+        GraphparError: something is asked for that a program for generation doesn't have.
+    """
+    given = {axis: degree for axis, degree in pins.mesh.items() if degree > 1}
+    for axis, degree in given.items():
+        if axis not in _AXES:
+            raise GraphparError(
+                f"mesh {axis}={degree} is for training: generation divides layers (pp), weights (tp), experts (ep) and sequences "
+                f"({_SEQUENCES})."
+            )
+    if pins.global_batch is not None or pins.microbatch_size is not None:
+        raise GraphparError(
+            "A program for generation takes as many sequences at once as its example has rows, on each replica; leave global_batch and "
+            "microbatch_size out."
+        )
+    if pins.zero or pins.table is not None or pins.dp_mean:
+        raise GraphparError("zero, dp_mean and a table of actions are for training; leave them out for generation.")
+    unused = {axis: 1 for axis in AXIS if axis not in _AXES}
+    groups = groups_of(pins.mesh, pins.size)
+    return replace(pins, mesh={**unused, **pins.mesh}, microbatch_size=1, global_batch=groups, recompute="none")

@@ -18,9 +18,10 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.gradients import blocks_without_backward
 from graphpar.passes.normalize.functional import written_buffers
-from graphpar.runtime.compiled import WHOLE
-from graphpar.runtime.option_kinds import BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
-from graphpar.text import listed
+from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.runtime.option_kinds import AUTO, BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
+from graphpar.runtime.stages.compiled import WHOLE
+from graphpar.text import is_at_or_below, listed
 
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
@@ -45,16 +46,28 @@ def least_first(
     )
 
 
+def kinds_of(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
+    """Return what blocks may recompute, the least first: what is pinned, or all that every block can do."""
+    if pins.recompute != AUTO:
+        return (pins.recompute or "none",)
+    kinds = least_first(program, bool(pins.compile), bool(pins.overlap_tp), pins.offload)
+    try:
+        recomputed_blocks(program, kinds[-1])
+    except GraphparError:
+        return ("none",)
+    return kinds
+
+
 def of_the_model(program: Program) -> tuple[Recompute, list[str]]:
     """Return what the user's model itself runs under ``torch.utils.checkpoint``, as far as these are blocks; and warnings of the rest."""
     paths = _paths(program)
     regions = program.regions if program.mode == "train" else ()
-    inside = {region: [path for path in paths if region and f"{path}.".startswith(f"{region}.")] for region in regions}
+    inside = {region: [path for path in paths if region and is_at_or_below(path, region)] for region in regions}
     found = {path for within in inside.values() for path in within}
     lost = [region or "a function" for region, within in inside.items() if not within]
     warnings = [
         f"The model runs {listed(lost, 4)} under torch.utils.checkpoint, but only blocks, modules that repeat, can be recomputed: "
-        "the activations there are kept."
+        "the activations there are saved."
     ]
     recompute: Recompute = (
         "none" if not found else "full" if len(found) == len(paths) else dict.fromkeys(sorted(found), "full")
@@ -66,30 +79,30 @@ def _paths(program: Program) -> list[str]:
     return list(dict.fromkeys(path for block in program.blocks.values() for path in block.instances))
 
 
-def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
+def recomputed_blocks(program: Program, recompute: Recompute) -> dict[str, str]:
     """Return the kind of each block that is recomputed, by its path.
 
     Raises:
         GraphparError: a pattern matches no block, or none that has a backward, there is no block, or no backward, or a block can't run
             again.
     """
-    checked_recompute("recompute", asked)
-    if asked == "none":
+    checked_recompute("recompute", recompute)
+    if recompute == "none":
         return {}
     if program.mode != "train":
         raise GraphparError(
-            f"recompute is {asked!r}, but {program.name} is compiled for inference, which has no backward."
+            f"recompute is {recompute!r}, but {program.name} is compiled for inference, which has no backward."
         )
     paths = _paths(program)
     if not paths:
         raise GraphparError(
-            f"recompute is {asked!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."
+            f"recompute is {recompute!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."
         )
     once = blocks_without_backward(program)
     found: dict[str, str] = {}
-    if isinstance(asked, str):
-        found = dict.fromkeys(paths, same_as(asked))
-    for pattern, kind in asked.items() if not isinstance(asked, str) else ():
+    if isinstance(recompute, str):
+        found = dict.fromkeys(paths, same_as(recompute))
+    for pattern, kind in recompute.items() if not isinstance(recompute, str) else ():
         matched = matching(pattern, paths)
         if not matched:
             raise GraphparError(_matches_nothing(pattern, paths))

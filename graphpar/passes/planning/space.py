@@ -2,46 +2,42 @@
 
 mesh (pp x dp_replicate x ... x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
 
-What a user pins constrains it. What is recomputed is chosen for each candidate (:mod:`graphpar.passes.planning.planner`).
+What a user pins constrains it. What is recomputed is chosen for each candidate (:mod:`graphpar.passes.planning.search`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
 from graphpar.errors import GraphparError
-from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import program_mesh
-from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
+from graphpar.passes.planning.candidates import Candidate
+from graphpar.passes.planning.constraints import (
+    PlanConstraints,
+    check_on_mesh,
+    coupling_reason,
+    free_axes,
+    global_batch,
+    usual_schedule,
+)
+from graphpar.passes.planning.recomputation import kinds_of
+from graphpar.passes.planning.split_points import marked_split_points, pinned_split_points
 from graphpar.passes.sharding.exchange import exchangeable
 from graphpar.passes.sharding.experts import find_experts
-from graphpar.runtime.axes import AXIS
+from graphpar.passes.split import positions_of
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.modes import TRAIN
-from graphpar.runtime.options import level_of
-from graphpar.schedules.registry import SCHEDULES, legal_microbatches
+from graphpar.runtime.option_kinds import TRAIN, Recompute
+from graphpar.runtime.options import level_of, numbered
+from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
+from graphpar.schedules.registry import legal_microbatches
 
-FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
-"""The axes whose degrees are searched where they are not pinned."""
-DEPTHS = (2, 3, 4)
-"""Stages a rank to try for schedules that take any number of them."""
-DEEP = {"Interleaved1F1B": (6, 8, 16)}
-"""More of them for schedules of which published runs have as many."""
 State = tuple[int, str | int]
 """A ZeRO level, and when gathered parameters are freed."""
-
-
-def free_axes(pinned: Collection[str], zero: int | None, mode: str = "train") -> tuple[str, ...]:
-    """Return the axes that are searched where some are pinned.
-
-    A pinned dp_replicate says how replicas are to be made, so state is then sharded only where a ZeRO level is asked for.
-    """
-    sharded = mode == "train" and (zero or (zero is None and "dp_replicate" not in pinned))
-    return tuple(axis for axis in FREE_AXES if axis not in pinned and (sharded or axis != "dp_shard"))
 
 
 def experts_of(program: Program) -> frozenset[int]:
@@ -57,18 +53,17 @@ class Space:
     computes the same without sending keys and values. Experts are divided where a program has some.
     """
 
-    def __init__(
-        self, program: Program, cluster: Cluster, batch: int, pinned: Mapping[str, int], wishes: PlannerConstraints
-    ) -> None:
-        self.program, self.cluster, self.batch = program, cluster, batch
-        self.pinned, self.wishes = dict(pinned), wishes
+    def __init__(self, program: Program, pins: PlanConstraints) -> None:
+        assert pins.cluster is not None
+        self.program, self.cluster, self.pins, self.pinned = program, pins.cluster, pins, dict(pins.mesh)
+        self.batch = global_batch(program, pins)
+        self.kinds = kinds_of(program, pins)
         self.refused: dict[str, None] = {}
         self.any_cp = False
-        self._around: Space | None = None
 
-    def lies_in(self, other: Space) -> None:
-        """Take the candidates of ``other`` that can be here too; those are all that there are."""
-        self._around = other
+    def kinds_beside(self, overlap_tp: bool) -> tuple[Recompute, ...]:
+        """Return what blocks may recompute, the least first: no budgets, which number operators, where tp runs these in pieces."""
+        return tuple(kind for kind in self.kinds if not overlap_tp or numbered(kind) is None)
 
     def divide_any_sequence(self) -> None:
         """Let sequences be divided wherever they can be."""
@@ -79,12 +74,7 @@ class Space:
     @functools.cached_property
     def all(self) -> tuple[Candidate, ...]:
         """All candidates."""
-        if self._around is None or self._around.any_cp != self.any_cp:
-            return tuple(self.candidates())
-        able = {
-            (mesh, *state) for mesh in self.meshes() if not self.batch % mesh.replicas for state in self.states(mesh)
-        }
-        return tuple(each for each in self._around.all if (each.mesh, each.zero, each.reshard) in able)
+        return tuple(self.candidates())
 
     @functools.cached_property
     def order(self) -> list[int]:
@@ -117,7 +107,7 @@ class Space:
             raise GraphparError(
                 f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
             )
-        free = free_axes(self.pinned, self.wishes.zero, self.program.mode)
+        free = free_axes(self.pinned, self.pins.zero, self.program.mode)
         experts: frozenset[int] = frozenset()
         sent: frozenset[int] = frozenset()
         if free:
@@ -133,7 +123,7 @@ class Space:
         legal = [
             mesh
             for mesh in found
-            if (mesh.shards > 1 or not self.wishes.zero)
+            if (mesh.shards > 1 or not self.pins.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
             and not any(count % (mesh.ep * mesh.dp_expert) for count in sent)
@@ -158,14 +148,13 @@ class Space:
         levels: tuple[int, ...] = (1, 2, 3)
         if mesh.dp_shard == 1:
             levels = (0, *levels) if self._shares_sequences(mesh) else (0,)
-        if self.wishes.zero is not None:
-            levels = (level_of(mesh, self.wishes.zero),)
+        if self.pins.zero is not None:
+            levels = (level_of(mesh, self.pins.zero),)
         for level in levels:
             policies: tuple[str | int, ...] = ("default", "always") if level == 3 and mesh.pp > 1 else ("default",)
-            for reshard in policies if self.wishes.reshard is None else (self.wishes.reshard,):
+            for reshard in policies if self.pins.reshard is None else (self.pins.reshard,):
                 try:
-                    if self.wishes.check is not None:
-                        self.wishes.check(mesh, level, reshard)
+                    check_on_mesh(mesh, replace(self.pins, zero=level, reshard=reshard), self.program)
                 except GraphparError as error:
                     self.refused[str(error)] = None
                 else:
@@ -180,19 +169,40 @@ class Space:
         for mesh in self.meshes():
             if self.batch % mesh.replicas:
                 continue
-            rows = self.batch // mesh.replicas
+            rows, overlaps = self.batch // mesh.replicas, self._overlaps(mesh)
             for zero, reshard in self.states(mesh):
                 for schedule, depth, split_points in self._schedules(mesh, zero, reshard):
                     counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else divisors(rows)
                     for count in counts:
-                        if self._wanted(rows // count, count):
-                            size = rows // count
-                            yield Candidate(mesh, schedule, depth, size, count, split_points, zero, reshard)
+                        size = rows // count
+                        if (count == 1 or self._splits) and self.pins.microbatch_size in (None, size):
+                            for overlap in overlaps:
+                                yield Candidate(
+                                    mesh, schedule, depth, size, count, split_points, zero, reshard, overlap
+                                )
 
-    def _wanted(self, size: int, count: int) -> bool:
-        if self.wishes.one_microbatch and count > 1:
-            return False
-        return self.wishes.microbatch_size in (None, size)
+    @functools.cached_property
+    def _splits(self) -> bool:
+        """Whether the batch can be split into microbatches."""
+        return coupling_reason(self.program, self.pins) is None
+
+    def _overlaps(self, mesh: Mesh) -> tuple[bool, ...]:
+        """Return whether collectives of tp may run beside products on ``mesh``: a CPU sends and multiplies in turn."""
+        if self.pins.overlap_tp is not None:
+            return (self.pins.overlap_tp,)
+        within = 1 < mesh.tp <= self.cluster.devices_per_node
+        return (False, True) if within and self.cluster.device.kind != "cpu" and self.kinds_beside(True) else (False,)
+
+    @functools.cached_property
+    def _has_split_points(self) -> bool:
+        given = self.pins.split_points, self.pins.stages, self.pins.layers_per_stage, self.pins.edge_layers
+        return any(each is not None for each in (*given, marked_split_points(self.program)))
+
+    def _split_points(self, mesh: Mesh, schedule: str) -> tuple[SplitAt, ...]:
+        given = pinned_split_points(self.program, mesh, replace(self.pins, schedule=schedule))
+        assert given is not None
+        positions_of(self.program, given)
+        return given
 
     @property
     def _is_given(self) -> bool:
@@ -203,31 +213,30 @@ class Space:
         self, mesh: Mesh, zero: int, reshard: str | int
     ) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
         """Yield (name, stages a rank, split points if they are pinned)."""
-        wished = self.wishes.schedule
+        pinned_schedule = canonical_name(self.pins.schedule) if self.pins.schedule else None
         if mesh.pp == 1:
-            given = wished if self._is_given and wished is not None and SCHEDULES[wished].min_stages == 1 else None
-            if self.wishes.split_points is None and (wished is None or given is not None):
-                yield given or ("1F1B" if self.program.mode == "train" else "GPipe"), 1, None
+            given = (
+                pinned_schedule
+                if self._is_given and pinned_schedule is not None and SCHEDULES[pinned_schedule].min_stages == 1
+                else None
+            )
+            if not self._has_split_points and (pinned_schedule is None or given is not None):
+                yield given or usual_schedule(self.program, self.pins), 1, None
             return
         for row in SCHEDULES.values():
-            if (wished is None and row.torch_class is None) or wished not in (None, row.name):
+            if (pinned_schedule is None and row.torch_class is None) or pinned_schedule not in (None, row.name):
                 continue
-            if row.splits_backward and self.wishes.whole_backwards:
+            if row.splits_backward and self.pins.compile:
                 continue
             if self.program.mode != TRAIN and (row.splits_backward or row.min_stages > 1):
                 continue
             if row.splits_backward and zero >= 2 and reshard not in ("default", "never"):
                 continue
-            if self.wishes.split_points is None:
-                depths = (
-                    [row.default_stages]
-                    if row.max_stages is not None
-                    else [d for d in (*DEPTHS, *DEEP.get(row.name, ())) if d >= row.min_stages]
-                )
-                yield from ((row.name, depth, None) for depth in depths)
+            if not self._has_split_points:
+                yield from ((row.name, depth, None) for depth in row.searched_stages)
                 continue
             try:
-                split_points = self.wishes.split_points(mesh, row.name)
+                split_points = self._split_points(mesh, row.name)
             except GraphparError as error:
                 self.refused[str(error)] = None
                 continue

@@ -21,11 +21,28 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program, module_path
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.passes.normalize.frozen_networks import followed, placed_with
+from graphpar.passes.normalize.applications import followed, placed_with
+from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.split import positions_of, split_candidates, stages_of
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.schedule_records import get_schedule
+from graphpar.text import is_at_or_below, is_below
 
 _WITH_BACKWARD = 3.0
 """A product's flops in a step, in those of its forward: its backward is two more."""
+
+
+def pinned_split_points(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[SplitAt, ...] | None:
+    """Return the user's split points, in whichever way they were given; None leaves them to the search."""
+    pins.check_one_way()
+    if pins.stages is not None:
+        return split_points_from_lists(program, pins.stages)
+    per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
+    if pins.by_layers:
+        return split_points_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
+    if pins.split_points is not None and any("*" in point.path for point in pins.split_points):
+        return even_split_points(program, pins.split_points, mesh.pp * per_rank)
+    return pins.split_points if pins.split_points is not None else marked_split_points(program)
 
 
 def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
@@ -41,7 +58,8 @@ def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
         blocks = len(_layers(program))
         what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
         raise GraphparError(
-            f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
+            f"{stages} stages are needed, but {program.name} has only {what}, and with what is before and after "
+            f"them at most {len(candidates) + 1} stages. "
             "Use fewer devices, or a schedule with fewer stages a rank."
         )
     nodes, placed = list(program.graph.nodes), placed_with(program)
@@ -91,7 +109,7 @@ def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) ->
         for path in paths:
             if path not in known:
                 raise GraphparError(
-                    f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}"
+                    f"Stage {stage} lists {path!r}, which is not a module of the program.{near_match(path, known)}"
                 )
             if path in owner:
                 raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
@@ -105,7 +123,7 @@ def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) ->
         holder = _parameter_owner(node)
         if holder is None:
             continue
-        enclosing = [p for p in owner if holder == p or holder.startswith(p + ".")]
+        enclosing = [p for p in owner if is_at_or_below(holder, p)]
         if not enclosing:
             raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
         listed = max(enclosing, key=len)
@@ -118,7 +136,7 @@ def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) ->
             )
         current = stage
         first.setdefault(stage, holder if listed in begun else listed)
-        begun.update(path for path in owner if holder.startswith(f"{path}."))
+        begun.update(path for path in owner if is_below(holder, path))
     missing = next((stage for stage in range(len(lists)) if stage not in first), None)
     if missing is not None:
         raise GraphparError(f"Stage {missing} would be empty: none of its modules computes anything.")
@@ -128,7 +146,7 @@ def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) ->
         if stages.get(node, runs_in[node]) != runs_in[node] and module_path(node) != module_path(beside):
             raise GraphparError(
                 f"Module {_parameter_owner(node)!r} is listed in stage {stages[node]}, but runs in stage {runs_in[node]}, "
-                f"beside {module_path(beside)!r}."
+                f"with {module_path(beside)!r}."
             )
     return found
 
@@ -190,10 +208,10 @@ def split_points_by_layers(
             raise GraphparError(f"{layers_per_stage} layers a stage: at least 1 is needed.")
         stages = -(-total // layers_per_stage)
         if stages % pp:
-            wanted = -(-total // (pp * max(1, stages // pp)))
+            per_stage = -(-total // (pp * max(1, stages // pp)))
             raise GraphparError(
                 f"{len(layers)} layers (and {first} + {last} for the ends) at {layers_per_stage} a stage are {stages} stages, which "
-                f"pp={pp} ranks can't hold evenly; {wanted} layers a stage would be {-(-total // wanted)}."
+                f"pp={pp} ranks can't hold evenly; {per_stage} layers a stage would be {-(-total // per_stage)}."
             )
     if stages > total:
         raise GraphparError(

@@ -54,7 +54,7 @@ class UnitSavings:
     @cached_property
     def least_runs(self) -> Array:
         """A table [first, after] of lower bounds of the seconds of every run of units with the first kind."""
-        return _runs(self._least[0])
+        return _range_sums(self._least[0])
 
     @cached_property
     def _least(self) -> tuple[Array, Array]:
@@ -184,7 +184,9 @@ class EqualStages:
         own = [prices.stage(place, place + 1) for place in range(prices.count)]
         seconds = np.array([cost.forward + cost.backward for cost in own])
         least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
-        self._seconds = np.asfortranarray(_runs(np.round(seconds / least)) * least if least else _runs(seconds))
+        self._seconds = np.asfortranarray(
+            _range_sums(np.round(seconds / least)) * least if least else _range_sums(seconds)
+        )
         self._reaches: list[_Reach] = []
 
     def balanced(self, stages: int) -> tuple[int, ...] | None:
@@ -346,7 +348,7 @@ def hull(points: Sequence[tuple[int, float, float]]) -> list[_Step]:
     return found
 
 
-def _runs(values: Array) -> Array:
+def _range_sums(values: Array) -> Array:
     """Return a table [i, j] of the sum of values i up to j, infinity where j <= i."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     table = sums[None, :] - sums[:, None]

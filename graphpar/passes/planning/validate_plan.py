@@ -12,30 +12,30 @@ from typing import Any
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
-from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
-from graphpar.passes.planning.constraints import PlanConstraints, check_pipelined
+from graphpar.passes.planning.constraints import PlanConstraints, check_pipelined, exported_precision
+from graphpar.passes.planning.planned import Planned
 from graphpar.passes.sharding.keys import by_node, keys_of
 from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
 from graphpar.runtime.axes import AXIS
-from graphpar.runtime.compiled import obstacle
 from graphpar.runtime.layout import Type
 from graphpar.runtime.options import Decisions, check_decisions, options_of
-from graphpar.schedules.registry import get_schedule
+from graphpar.runtime.schedule_records import get_schedule
+from graphpar.runtime.stages.compiled import obstacle
 from graphpar.text import compressed, listed
 
 _NAMED = 6
 
 
-def validate_plan(program: Program, given: Plan) -> Plan:
-    """Return the plan ``given``, with what a rank runs attached, once it is proven to be legal and consistent.
+def validate_plan(program: Program, given: Plan) -> Planned:
+    """Return the plan ``given``, with what a rank runs and what was found before, once it is proven to be legal and consistent.
 
     Its sharding is checked against the rules, not searched again: the pins it was made with are not in the plan.
 
@@ -73,7 +73,9 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         raise GraphparError(
             f"The plan contradicts itself, or the model has changed: {place} is {found}, but its other decisions give {follows}."
         )
-    return replace(plan, predicted=given.predicted, found=given.found, alone=given.alone)
+    if isinstance(given, Planned):
+        return replace(plan, predicted=given.predicted, found=given.found, alone=given.alone)
+    return plan
 
 
 def _first_difference(found: Any, follows: Any, place: str = "") -> tuple[str, Any, Any]:
@@ -132,7 +134,7 @@ def check_model(program: Program, plan: Plan) -> None:
     Raises:
         GraphparError: it is for another one; the message says which modules only one of them has.
     """
-    precision = (Precision() if program.source is None else program.source.precision).resolved(program.mode)
+    precision = exported_precision(program)
     if plan.precision != precision:
         raise GraphparError(
             f"The plan is for dtype {plan.dtype} with parameters in {plan.param_dtype}, but the program was exported in "
@@ -194,7 +196,7 @@ def _checked(program: Program, plan: Plan) -> Sharded:
         GraphparError: a decision is not legal; the message names it.
     """
     sharding, rows = plan.sharding, plan.microbatch_size
-    if plan.sharded is not None and plan.sharded.serves(program, sharding, rows):
+    if isinstance(plan, Planned) and plan.sharded.serves(program, sharding, rows):
         return plan.sharded
     problem = problem_of(program, sharding, rows)
     if problem is not None:
@@ -258,12 +260,12 @@ class _Checker:
         made = self._decision(value.maker).results[value.index]
         for edge in value.edges:
             decision = self._decision(edge.user)
-            wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
-            for axis, source, target in zip(self.problem.axes, made, wanted):
+            required = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
+            for axis, source, target in zip(self.problem.axes, made, required):
                 if path(source, target, differentiable=value.differentiable) is None:
                     raise GraphparError(
                         f"The plan's sharding takes {self._named(value.maker)}, which is {source}@{axis}, as {target} in "
-                        f"{self._named(edge.user)}; no transition leads there."
+                        f"{self._named(edge.user)}; no redistribution leads there."
                     )
 
 

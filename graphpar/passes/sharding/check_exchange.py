@@ -37,7 +37,9 @@ def _check(graph: fx.Graph, experts: Collection[str]) -> list[str]:
             assert isinstance(rows, fx.Node) and isinstance(exchange, fx.Node)
             before, where[node] = (_HOME, exchange) if name == "send_rows" else (exchange, _HOME)
             if at[rows] is not before:
-                problems.append(f"{name} takes {rows.name}, whose rows are {_place(at[rows])}, not {_place(before)}")
+                problems.append(
+                    f"{name} takes {rows.name}, whose rows are {_rows_text(at[rows])}, not {_rows_text(before)}"
+                )
         elif node.op == "call_function" and name == "received_ends":
             (where[node],) = node.all_input_nodes
         elif node.op == "call_function" and (weight := experts_of_product(node, experts)) is not None:
@@ -45,7 +47,7 @@ def _check(graph: fx.Graph, experts: Collection[str]) -> list[str]:
             where[node] = at[ends]
             if at[ends] is _HOME or at[rows] is not at[ends]:
                 problems.append(
-                    f"{node.name} applies {weight} to rows that are {_place(at[rows])}, by ends of rows that are {_place(at[ends])}"
+                    f"{node.name} applies {weight} to rows that are {_rows_text(at[rows])}, by ends of rows that are {_rows_text(at[ends])}"
                 )
         elif found <= {_HOME}:
             where[node] = _HOME
@@ -53,10 +55,10 @@ def _check(graph: fx.Graph, experts: Collection[str]) -> list[str]:
             where[node] = next(place for place in at.values() if place is not _HOME)
             picked = name == "getitem" and isinstance(value_of(node), Tensor)
             if len(found) > 1 or not (picked or treats_rows_alone(node)):
-                listed = ", ".join(f"{source.name} {_place(place)}" for source, place in at.items())
+                listed = ", ".join(f"{source.name} {_rows_text(place)}" for source, place in at.items())
                 problems.append(f"{node.name} ({name}) takes rows that are elsewhere: {listed}")
     return problems
 
 
-def _place(exchange: fx.Node | None) -> str:
+def _rows_text(exchange: fx.Node | None) -> str:
     return "at home" if exchange is None else f"sent by {exchange.name}"

@@ -13,29 +13,21 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from graphpar.emitted import collectives
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of
+from graphpar.operators.rewrite import REWRITES
+from graphpar.operators.table import COMPOSITES
+from graphpar.operators.transitions import FUNCTIONS
 from graphpar.passes.sharding.problem import Operator, Problem, is_operator, result_types, source_types
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
-_FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the shard that the call's arguments name
-    "all_reduce": (P, I),
-    "all_reduce_both": (P, R),
-    "sum_gradient": (I, R),
-    "reduce_scatter": (P, None),
-    "all_gather": (None, R),
-    "all_gather_invariant": (None, I),
-    "shard": (R, None),
-    "shard_invariant": (I, None),
-    "first_only": (R, P),
-    "expert_rows": (R, None),
-    "expert_sums": (None, P),
-}
-
-_OWN = {"own_experts": "own_offsets", "own_group": "own_group"}
-"""The function that makes operands of an operator a rank's own, by the rewrite."""
+_KINDS: dict[str, Type | None] = {"R": R, "I": I, "P": P, "S": None, "E": None}
+"""By the letters of a transition; None: the shard that the call's arguments name."""
+_MADE_OWN = {rewrite.own for rewrite in REWRITES.values()} - {None}
+"""Functions that make operands a rank's own."""
 
 
 def check_types(problem: Problem, local: Program) -> list[str]:
@@ -64,9 +56,11 @@ class _Checker:
         results = [node for node in output.all_input_nodes if isinstance(value_of(node), Tensor)]
         for place, node in enumerate(results):
             origin = node.meta["origin"]
-            wanted = result_types(self.problem.program, origin, place, origin in self.problem.differentiable, self.axes)
-            if types[node] != wanted:
-                must = _text(wanted) if P in wanted else "whole"
+            expected = result_types(
+                self.problem.program, origin, place, origin in self.problem.differentiable, self.axes
+            )
+            if types[node] != expected:
+                must = _text(expected) if P in expected else "whole"
                 self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be {must}")
         return self.problems
 
@@ -116,10 +110,10 @@ class _Checker:
 
     def _call(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Any:
         name = str(node.meta["block"])
-        for argument, wanted in zip(node.args, self.inputs[name]):
-            if isinstance(argument, fx.Node) and wanted and not self._fits(argument, types[argument], wanted):
+        for argument, expected in zip(node.args, self.inputs[name]):
+            if isinstance(argument, fx.Node) and expected and not self._fits(argument, types[argument], expected):
                 self.problems.append(
-                    f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
+                    f"block {node.target} takes {argument.name} as {_text(expected)}, but it is {_text(types[argument])}"
                 )
         several = isinstance(value_of(node), tuple | list)
         return self.results[name] if several else self._settled(node, self.results[name][0])
@@ -130,11 +124,11 @@ class _Checker:
             return types
         return tuple(R if kind is I else kind for kind in types)
 
-    def _fits(self, argument: fx.Node, given: Types, wanted: Types) -> bool:
+    def _fits(self, argument: fx.Node, given: Types, expected: Types) -> bool:
         """Return whether a block takes an argument; one without a gradient (an input) may be R where others are I."""
         if argument.meta.get("origin", argument) in self.problem.differentiable:
-            return given == wanted
-        return all(a == b or (a is R and b is I) for a, b in zip(given, wanted))
+            return given == expected
+        return all(a == b or (a is R and b is I) for a, b in zip(given, expected))
 
     def _transition(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Types:
         value, axis, *ends = node.args
@@ -150,13 +144,10 @@ class _Checker:
                 self.problems.append(
                     f"{operator_name(node)} on {axis} counts rows by {offs.name} {_text(types[offs])} on {over}"
                 )
-        if operator_name(node) == "all_to_all":
-            source: Type = _named(options, "from_")
-            target: Type = _named(options, "to_")
-        else:
-            before, after = _FROM_TO[operator_name(node)]
-            source = before if before is not None else _named(options)
-            target = after if after is not None else _named(options)
+        row = FUNCTIONS[operator_name(node)]
+        two = row.source == row.target == "S"
+        source = _KINDS[row.source] or _named(options, "from_" if two else "")
+        target = _KINDS[row.target] or _named(options, "to_" if two else "")
         now = list(types[value])
         if now[place] != source:
             self.problems.append(
@@ -189,12 +180,15 @@ class _Checker:
             said, given_by_rule = _text(tuple(claimed.values()) if claimed else ()), _text(found[0].results[0])
             self.problems.append(f"{node.name} is annotated as {said}, but its rule gives {given_by_rule}")
         choice = (choices or found or operator.choices)[0]
-        for rewrite, function in _OWN.items():
-            own = [axis for axis, name in zip(self.axes, choice.rewrites) if name == rewrite]
-            given_for = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == function]
+        for name, rewrite in REWRITES.items():
+            if rewrite.own is None:
+                continue
+            own = [axis for axis, chosen in zip(self.axes, choice.rewrites) if chosen == name]
+            given_for = [operand.args[1] for operand in operands_of(node) if operand.target is rewrite.own]
             if list(dict.fromkeys(given_for)) != own:
                 self.problems.append(
-                    f"{node.name} is placed as {rewrite} on {own or 'no axis'}, but takes {function} on {given_for or 'none'}"
+                    f"{node.name} is placed as {name} on {own or 'no axis'}, but takes {rewrite.own.__name__} on "
+                    f"{given_for or 'none'}"
                 )
         results = list(choice.results)
         return results if isinstance(value_of(operator.node), tuple | list) else results[0]
@@ -202,15 +196,20 @@ class _Checker:
 
 def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
     """Return the operands of a lowered operator, in the order of the original's."""
-    operands = operands_of(node)
+    operands = [operands_of(o)[0] if o.target in _MADE_OWN else before_agreement(o) for o in operands_of(node)]
     name = operator_name(node)
-    if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
-        return operands[::-1]
-    if any(operator_name(operand) in _OWN.values() for operand in operands):
-        return [operands_of(operand)[0] if operator_name(operand) in _OWN.values() else operand for operand in operands]
+    if name in COMPOSITES and COMPOSITES[name].order:
+        return [operands[COMPOSITES[name].order.index(place)] for place in range(len(operands))]
     if name == "div" and operator_name(origin) != "div":  # a mean: the operands are those of the sum
         return lowered_operands(operands[0], origin)
     return operands
+
+
+def before_agreement(node: fx.Node) -> fx.Node:
+    """Return what ranks computed before they agreed on it."""
+    while node.target is collectives.agree_on:
+        node = operands_of(node)[0]
+    return node
 
 
 def _named(options: Mapping[str, Any], prefix: str = "") -> Shard:

@@ -18,12 +18,13 @@ import numpy as np
 from torch import fx
 
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
+from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.composite import Local
 from graphpar.operators.parallel_products import AXIS, ENTERING, is_product
-from graphpar.operators.placement import literal, sizes_of
-from graphpar.operators.table import record_of
-from graphpar.operators.transitions import Step, collective_cost, moves, ring_messages
+from graphpar.operators.placement import sizes_of
+from graphpar.operators.table import COMPOSITES, record_of
+from graphpar.operators.transitions import Step, collective_cost, moves
 from graphpar.passes.sharding.problem import Choice, Operator, Problem, Types, Value
 from graphpar.runtime.layout import R, Shard, Type
 
@@ -35,7 +36,6 @@ class Workload:
     microbatch: int
     microbatches: int
     train: bool = True
-    state_bytes: float = 4.0  # bytes of parameter, gradient and optimizer state for each byte of a parameter
     memory_limit: float | None = None  # bytes of one device
 
 
@@ -93,39 +93,32 @@ class Prices:
         return times * self.costs.operator_s(flops, moved)
 
     def collectives(self, operator: Operator, choice: Choice) -> float:
-        """Return the seconds of the collectives inside a rewritten operator (loss, BatchNorm, ring)."""
-        seconds = 0.0
+        """Return the seconds of the collectives inside a rewritten operator that its own steps do not hide."""
+        seconds, node = 0.0, operator.node
         for axis, rewrite in zip(self.problem.axes, choice.rewrites):
-            if rewrite == "ring_attention":
-                seconds += self._ring(operator, choice, axis)
+            composite = COMPOSITES.get(rewrite)
+            if composite is None or composite.sends is None:
                 continue
-            if rewrite == "vocab_cross_entropy":
-                rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
-                costs = loss_costs(rows, self.problem.degrees[axis])
-            elif rewrite == "sync_batch_norm":
-                train = self.workload.train and operator.node in self.problem.differentiable
-                by_channel = [kind if isinstance(kind, Shard) and kind.dim == 1 else R for kind in choice.operands[0]]
-                channels = sizes_of(operator.operands[0])[1][0] / self._pieces(by_channel)
-                costs = statistics_costs(channels, self.problem.degrees[axis], train)
-            else:
-                continue
-            seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
+            degree = self.problem.degrees[axis]
+            operands = composite.ordered(list(map(self._local, operator.operands, choice.operands)))
+            ways = composite.sends(node, operands, self._local(node, choice.results[0]), degree)
+            train = self.workload.train and node in self.problem.differentiable
+            forward_s = self.compute(operator, choice) / (3 if train else 1) / degree
+            for messages, step_s in zip(ways[: 1 + train], (forward_s, 2 * forward_s)):
+                for message in messages:
+                    sent = self.costs.collective_s(axis, collective_cost(message.collective, message.nbytes, degree))
+                    seconds += message.times * max(0.0, sent - step_s * message.beside)
         return seconds
 
-    def _ring(self, operator: Operator, choice: Choice, axis: str) -> float:
-        """Return the seconds of a ring's messages that attention to the keys of a step does not hide."""
-        node, degree = operator.node, self.problem.degrees[axis]
-        query, *keys = (self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
-        causal = bool(literal(node, "is_causal", 5, False))
-        ways = ring_messages(query, sum(keys), self.nbytes(node, choice.results[0]), degree, causal)
-        train = self.workload.train and node in self.problem.differentiable
-        forward_s = self.compute(operator, choice) / (3 if train else 1) / degree
-        seconds = 0.0
-        for messages, step_s in zip(ways[: 1 + train], (forward_s, 2 * forward_s)):
-            for message in messages:
-                sent = self.costs.collective_s(axis, collective_cost("send", message.nbytes, degree))
-                seconds += message.times * max(0.0, sent - step_s * message.beside)
-        return seconds
+    def _local(self, node: fx.Node, types: Types) -> Local:
+        """Describe a rank's shard of a tensor."""
+        rows, tensor = self.workload.microbatch, value_of(node)
+        tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
+        sizes = [float(n * (rows if power else 1)) for n, power in sizes_of(node)]
+        for axis, kind in zip(self.problem.axes, types):
+            if isinstance(kind, Shard):
+                sizes[kind.dim] /= self.problem.degrees[axis]
+        return Local(sizes, tensor.dtype.itemsize)
 
     def own(self, operator: Operator, choice: Choice) -> float:
         """Return all seconds of an operator except redistributing its operands."""
@@ -159,13 +152,13 @@ class Prices:
             grown = np.full((len(table), 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
             grown[:, : table.shape[1], : table.shape[2]] = table
             table = self._paths[value.differentiable] = grown
-        wanted = np.ix_(range(len(table)), sources, targets)
-        if np.isnan(table[wanted]).any():
+        chosen = np.ix_(range(len(table)), sources, targets)
+        if np.isnan(table[chosen]).any():
             types = self.numbered
             for source, target in itertools.product(sources, targets):
                 if np.isnan(table[0, source, target]):
                     table[:, source, target] = self._path(types[source], types[target], value.differentiable)
-        seconds, seconds_per_byte, sums, sums_per_byte, share, dim = table[wanted]
+        seconds, seconds_per_byte, sums, sums_per_byte, share, dim = table[chosen]
         found = seconds + seconds_per_byte * self._whole[place]
         if beside := self._beside_s(value):
             of_rows = dim < value_of(value.maker.node).ndim - 1
@@ -247,7 +240,7 @@ class Prices:
         """Return the bytes kept on a device: parameters with their state, and results that the backward needs."""
         differentiable = operator.node in self.problem.differentiable
         if operator.kind == "parameter":
-            factor = self.workload.state_bytes if differentiable else 1.0
+            factor = 2.0 + self.problem.program.optimizer.tensors if differentiable else 1.0  # with gradient and state
             count = self._parameters.get(operator, 0.0)
             return count * factor * sum(self.nbytes(operator.node, types) for types in choice.results)
         saved = operator.kind == "operator" and differentiable and self.workload.train

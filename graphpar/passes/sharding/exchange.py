@@ -104,7 +104,7 @@ def check_experts(program: Program, degree: int) -> None:
     if not found and products:
         raise GraphparError(
             f"Mesh {AXIS}={degree}: {program.name} computes the weights of its experts{where(products[0])} before they multiply rows, as "
-            "adapters on stacked experts are added to them, and only parameters can be shared out; use ep, or merge the adapters."
+            "adapters on stacked experts are added to them, and only parameters can be divided; use ep, or merge the adapters."
         )
     if not found:
         raise GraphparError(
@@ -119,7 +119,7 @@ def check_experts(program: Program, degree: int) -> None:
     if program.couplings or program.unsplittable is not None:
         raise GraphparError(
             f"Mesh {AXIS}={degree}: examples of {program.name} depend on each other, so its operators are placed on the axes of replicas, "
-            "which that can't be; use ep."
+            "which this axis does not support; use ep."
         )
 
 
@@ -198,8 +198,8 @@ def treats_rows_alone(node: fx.Node) -> bool:
     if node.op != "call_function" or set(node.all_input_nodes) != set(operands):
         return False
     context = Context(1, lambda n, i: (), lambda n: True, (), lambda n, i: [kind])
-    wanted = (kind,) * len(operands), (kind,) * len(results_of(node))
-    return any((p.operands, p.results, p.rewrite) == (*wanted, "") for p in placements(node, context))
+    expected = (kind,) * len(operands), (kind,) * len(results_of(node))
+    return any((p.operands, p.results, p.rewrite) == (*expected, "") for p in placements(node, context))
 
 
 # ---- one graph ------------------------------------------------------------------------------------------------

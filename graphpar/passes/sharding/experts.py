@@ -22,6 +22,7 @@ from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of
 from graphpar.operators.table import record_of
 from graphpar.passes.sharding.expert_modules import expert_modules, parameters_of
+from graphpar.text import is_below
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def find_experts(nodes: Iterable[fx.Node], blocks: Mapping[str, Block]) -> Exper
     modules = {node for graph, paths in lists.items() for node in parameters_of(graph, paths)}
     found = {path: count for paths in lists.values() for path, count in paths.items()}
     for block in blocks.values():
-        if all(any(instance.startswith(f"{path}.") for path in found) for instance in block.instances):
+        if all(any(is_below(instance, path) for path in found) for instance in block.instances):
             modules |= {node for node in block.graph.nodes if node.op == "get_attr"}
     return Experts(weights, counts, frozenset(modules), found)
 

@@ -1,4 +1,4 @@
-"""``keep_rows``: products of a sequence whose rows were flattened, as those of ``Conv1D``, become products of the sequence itself.
+"""``with_rows``: products of a sequence whose rows were flattened, as those of ``Conv1D``, become products of the sequence itself.
 
     flat = x.flatten(0, 1)                          [b, s, d] -> [b * s, d]
     y = addmm(bias, flat, weight)
@@ -18,7 +18,8 @@ from torch import fx
 
 from graphpar.emitted import collectives
 from graphpar.frontend.fixed_size import TWIN
-from graphpar.ir.program import operator_name, value_of
+from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.ir.sharding import Sharding
 from graphpar.operators.parallel_products import is_parameter
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
@@ -30,8 +31,14 @@ _aten = torch.ops.aten
 _ALIKE = (collectives.sum_gradient, collectives.all_reduce)
 
 
-def keep_rows(graph: fx.Graph, degrees: Mapping[str, int]) -> None:
-    """Rewrite ``graph`` of one rank in place; ``degrees``: ranks by axis."""
+def with_rows(program: Program, sharding: Sharding) -> Program:
+    """Rewrite the program of a rank in place, where its tensors are placed on axes."""
+    for graph in (program.graph, *(block.graph for block in program.blocks.values())) if sharding.degrees else ():
+        _keep_rows(graph, sharding.all_degrees)
+    return program
+
+
+def _keep_rows(graph: fx.Graph, degrees: Mapping[str, int]) -> None:
     wide: dict[fx.Node, fx.Node] = {}  # from a flattened value to it with its dims
     for node in list(graph.nodes):
         found = _of_rows(graph, node, wide, degrees)
@@ -74,23 +81,23 @@ def _of_rows(
             turned.meta = {key: item for key, item in node.meta.items() if key in ("module_stack", "source", "origin")}
             turned.meta["val"] = value_of(weight).t()
             product = graph.call_function(_aten.linear.default, (wide[flat], turned, *bias))
-            return _described(product, node, wide[flat])
+            return _with_metadata(product, node, wide[flat])
         if not operands or operands[0] not in wide:
             return None
         source = wide[operands[0]]
         if node.target in _ALIKE:
             made = graph.call_function(node.target, (source, *node.args[1:]))  # type: ignore[arg-type]
-            return _described(made, node, source)
+            return _with_metadata(made, node, source)
         if name == "add" and not node.kwargs and len(operands) == 2 and value_of(operands[1]).ndim == 1:
             made = graph.call_function(_aten.add.Tensor, (source, operands[1]))
-            return _described(made, node, source)
+            return _with_metadata(made, node, source)
         if node.target is collectives.reduce_scatter and dict(node.kwargs) == {"dim": 0, "parts": (sizes(source)[1],)}:
             made = graph.call_function(collectives.reduce_scatter, (source, node.args[1]), {"dim": 1})
-            return _described(made, node, source, degrees[str(node.args[1])])
+            return _with_metadata(made, node, source, degrees[str(node.args[1])])
     return None
 
 
-def _described(made: fx.Node, flat: fx.Node, source: fx.Node, divided: int = 1) -> fx.Node:
+def _with_metadata(made: fx.Node, flat: fx.Node, source: fx.Node, divided: int = 1) -> fx.Node:
     """Give ``made`` the metadata of ``flat``, whose rows it has as ``source`` has them, ``divided`` over ranks."""
     first, second = value_of(source).shape[:2]
     made.meta = {key: item for key, item in flat.meta.items() if key not in ("val", "batch_coefficients", TWIN)}

@@ -173,13 +173,13 @@ class _Model:
 
     def add(self, groups: np.ndarray) -> None:
         """Add groups to the model: their rows, then their columns."""
-        wanted = np.zeros(len(self.prices) + 1, dtype=bool)  # the last is ALWAYS
-        wanted[groups] = True
-        rows = np.flatnonzero(wanted[self.row_groups] & (self.row_place < 0))
+        needed = np.zeros(len(self.prices) + 1, dtype=bool)  # the last is ALWAYS
+        needed[groups] = True
+        rows = np.flatnonzero(needed[self.row_groups] & (self.row_place < 0))
         self.row_place[rows] = self.highs.getNumRow() + np.arange(len(rows))
         none = np.zeros(0, dtype=np.int32)
         self.highs.addRows(len(rows), self.lower[rows], self.upper[rows], 0, none, none, np.zeros(0))
-        inside = wanted[self.groups] & (self.place < 0)
+        inside = needed[self.groups] & (self.place < 0)
         columns = np.flatnonzero(inside)
         self.place[columns] = self.highs.getNumCol() + np.arange(len(columns))
         entries = inside[self.entry_columns]

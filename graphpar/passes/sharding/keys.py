@@ -20,6 +20,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program, module_path, operator_name
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.runtime.layout import ExpertRows
+from graphpar.text import is_at_or_below
 
 
 def keys_of(program: Program, scope: str) -> dict[fx.Node, str]:
@@ -45,7 +46,7 @@ def keys_of(program: Program, scope: str) -> dict[fx.Node, str]:
 
 
 def _relative(path: str, base: str) -> str:
-    if base and (path == base or path.startswith(f"{base}.")):
+    if base and is_at_or_below(path, base):
         return path[len(base) + 1 :]
     return path
 

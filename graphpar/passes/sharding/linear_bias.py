@@ -1,6 +1,6 @@
 """Separate biases while operators are sharded: ``linear(x, w, b)`` becomes ``linear(x, w) + b``.
 
-The product of a row-parallel linear is partial; its bias must be added once, after the all-reduce. ``join_biases`` fuses them again
+The product of a row-parallel linear is partial; its bias must be added once, after the all-reduce. ``with_biases`` fuses them again
 where no transition came between.
 """
 
@@ -47,8 +47,14 @@ def _with_sum(
     return added
 
 
-def join_biases(graph: fx.Graph) -> None:
+def with_biases(program: Program) -> Program:
     """Fuse products and biases again, in place, where nothing came between."""
+    for graph in (program.graph, *(block.graph for block in program.blocks.values())):
+        _join(graph)
+    return program
+
+
+def _join(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         owner = node.meta.get(_OWNER)
         if owner is None:

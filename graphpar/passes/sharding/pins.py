@@ -20,26 +20,12 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.sharding import Point
 from graphpar.passes.normalize.functional import copied
-from graphpar.passes.sharding.linear_bias import separate_biases
-from graphpar.passes.sharding.widened import widened, with_all_rows
+from graphpar.text import is_at_or_below
 
 POINT = "pin_point"
 
 
-def prepared(
-    program: Program, variants: Mapping[str, str], points: Sequence[Point], degrees: Mapping[str, int] | None = None
-) -> Program:
-    """Return the program that is searched and lowered.
-
-    It has variants of blocks, identities at pinned points and at results of blocks, separate biases, and the rows of all replicas
-    where ``degrees`` places operators on their axes.
-    """
-    traced = with_all_rows(program, degrees or {})
-    separated = separate_biases(_with_results(_with_points(_with_variants(traced, variants), points)))
-    return widened(separated, degrees or {})
-
-
-def _with_results(program: Program) -> Program:
+def with_results(program: Program) -> Program:
     """Add an identity before each result of a block, so that it can be redistributed inside the block."""
     blocks = {name: replace(block, graph=_returned(block.graph)) for name, block in program.blocks.items()}
     return program.with_graph(program.graph, blocks=blocks)
@@ -86,7 +72,9 @@ def _signature(path: str, pins: ShardConstraints) -> object:
     """Return the pins inside the instance ``path``, by relative name."""
     tables: tuple[Mapping[str, object], ...] = (pins.parameters, pins.inputs, pins.outputs)
     return tuple(
-        tuple(sorted((name.removeprefix(path), repr(spec)) for name, spec in table.items() if _within(name, path)))
+        tuple(
+            sorted((name.removeprefix(path), repr(spec)) for name, spec in table.items() if is_at_or_below(name, path))
+        )
         for table in tables
     )
 
@@ -116,11 +104,8 @@ def _shared_outside(program: Program) -> dict[str, set[tuple[str, str, str]]]:
     return found
 
 
-def _within(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
-
-
-def _with_variants(program: Program, variants: Mapping[str, str]) -> Program:
+def with_variants(program: Program, variants: Mapping[str, str]) -> Program:
+    """Give the instances of ``variants`` a block of their own, by its name."""
     if not variants:
         return program
     blocks: dict[str, Block] = {}
@@ -170,17 +155,20 @@ def allowed_at(pins: ShardConstraints, point: Point) -> Spec:
     return spec
 
 
-def _with_points(program: Program, points: Sequence[Point]) -> Program:
+def with_points(program: Program, points: Sequence[Point]) -> Program:
+    """Add an identity at each of ``points``."""
     if not points:
         return program
     graph = copied(program.graph)
     blocks = {name: replace(block, graph=copied(block.graph)) for name, block in program.blocks.items()}
     for point in points:
-        block = next((b for b in blocks.values() if any(_within(point.path, path) for path in b.instances)), None)
+        block = next(
+            (b for b in blocks.values() if any(is_at_or_below(point.path, path) for path in b.instances)), None
+        )
         if block is None:
             _mark(graph, point, point.path)
             continue
-        own = next(path for path in block.instances if _within(point.path, path))
+        own = next(path for path in block.instances if is_at_or_below(point.path, path))
         first = _first_path(block)
         _mark(block.graph, point, first + point.path.removeprefix(own))
     return program.with_graph(graph, blocks=blocks)
@@ -254,7 +242,7 @@ def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point])
             for point in points:
                 own = point.path
                 if block is not None:
-                    instance = next((i for i in block.instances if _within(point.path, i)), None)
+                    instance = next((i for i in block.instances if is_at_or_below(point.path, i)), None)
                     if instance is None:
                         continue
                     own = _first_path(block) + point.path.removeprefix(instance)

@@ -25,14 +25,12 @@ from graphpar.operators.placement import Context, Placement, operands_of, result
 from graphpar.operators.rewrite import REWRITES
 from graphpar.operators.rules import placements
 from graphpar.passes.normalize.functional import is_inplace
-from graphpar.runtime.axes import AXIS, Divides
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the problem."""
 _SWEEPS = 8
-_DIVIDES = {"own_experts": (Divides.EXPERTS, Divides.WEIGHTS, Divides.SEQUENCE), "ring_attention": (Divides.SEQUENCE,)}
-"""What an axis must divide for these rewrites."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ class _Builder:
             self.degrees[self.axes[position]],
             lambda node, i: shards.get(_value(node, i), ()),
             self.differentiable.__contains__,
-            tuple(name for name in REWRITES if axis.divides in _DIVIDES.get(name, Divides)),
+            tuple(name for name, rewrite in REWRITES.items() if axis.divides in rewrite.divides),
             lambda node, i: rows.get(_value(node, i), ()),
             axis.replicas,
         )
@@ -218,7 +216,7 @@ class _Builder:
 
         def allowed(placement: Placement) -> bool:
             rows = {kind for kind in (*placement.operands, *placement.results) if isinstance(kind, ExpertRows)}
-            synchronized = placement.rewrite == "sync_batch_norm"
+            synchronized = bool(placement.rewrite) and REWRITES[placement.rewrite].updates
             if written and not synchronized and (placement.divides or P in placement.results):
                 return False
             return not rows or not (leaves or any(node in self._counting(node.graph, kind.offsets) for kind in rows))

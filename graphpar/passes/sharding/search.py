@@ -179,14 +179,14 @@ class _Search:
             return False
         given, taken = self._given_by(value), self._taken_by(edge)
         made = list(dict.fromkeys(given[i] for i in self.options[maker]))
-        wanted = list(dict.fromkeys(taken[i] for i in self.options[user]))
-        possible = np.isfinite(self._transitions(value, edge, made, wanted))
+        required = list(dict.fromkeys(taken[i] for i in self.options[user]))
+        possible = np.isfinite(self._transitions(value, edge, made, required))
         sources, targets = possible.any(axis=1), possible.any(axis=0)
         if sources.all() and targets.all():
             return False
         kept = {number for number, reached in zip(made, sources) if reached}
         self.options[maker] = [i for i in self.options[maker] if given[i] in kept]
-        kept = {number for number, reached in zip(wanted, targets) if reached}
+        kept = {number for number, reached in zip(required, targets) if reached}
         self.options[user] = [i for i in self.options[user] if taken[i] in kept]
         if not self.options[maker] or not self.options[user]:
             raise _Infeasible
@@ -202,10 +202,10 @@ class _Search:
     def _taken_by(self, edge: Edge) -> list[int]:
         """Return for each choice of the user the number of the types in which it takes the value."""
         if edge not in self._taken:
-            self._taken[edge] = [self.prices.number(self._wanted(edge, choice)) for choice in edge.user.choices]
+            self._taken[edge] = [self.prices.number(self._required(edge, choice)) for choice in edge.user.choices]
         return self._taken[edge]
 
-    def _wanted(self, edge: Edge, choice: Choice) -> Types:
+    def _required(self, edge: Edge, choice: Choice) -> Types:
         return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
 
     # ---- variables and constraints ----
@@ -442,7 +442,7 @@ class _Search:
         return GraphparError(
             f"No sharding of {self.problem.program.name} over "
             f"{', '.join(f'{a}={d}' for a, d in self.problem.degrees.items())} "
-            f"fulfils the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
+            f"satisfies the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
         )
 
 

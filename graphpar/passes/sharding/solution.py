@@ -93,7 +93,7 @@ def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
     if operator.scope:
         module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
     if heads := _undivided_heads(operator, axis, degree):
-        return f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
+        return f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the full attention"
     possible = any(choice.divided[place] for choice in operator.choices)
     why = (
         "redistributing its operands and results would cost more than that saves" if possible else "no rule divides it"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from tests.equality import Case, Still, assert_exact, assert_same, eager, refusal, run
-from tests.samples import drawn
+from tests.tools.equality import Case, Still, assert_exact, assert_same, eager, refusal, run
+from tests.tools.samples import drawn
 
 Loss = Callable[..., Tensor]
 
@@ -287,7 +287,7 @@ def test_batchnorm_in_training_only() -> None:
 def test_a_model_that_is_another_one_for_smaller_batches() -> None:
     program = gp.export(Net(), (X,), loss_fn=lambda o: o.mean() * (2.0 if len(o) > 2 else 1.0))
 
-    with pytest.raises(gp.GraphparError, match="another one for microbatches of 1 rows"):
+    with pytest.raises(gp.GraphparError, match="differs for microbatches of 1 rows"):
         program.at_batch(1)
 
 
@@ -295,6 +295,7 @@ def _limited(o: Tensor) -> Tensor:
     return o.mean() / (len(o) if len(o) <= 6 else 6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -311,13 +312,13 @@ def test_a_model_that_is_another_one_for_the_global_batch(loss_fn: Loss, mesh: s
     if loss_fn is _limited and size == 6:
         gp.plan(program, global_batch=12, mesh=mesh, microbatch_size=size)  # 6 is 6 for 6 rows, and for 12
         return
-    with pytest.raises(gp.GraphparError, match=f"another one for microbatches of {size} rows: .* 12"):
+    with pytest.raises(gp.GraphparError, match=f"differs for microbatches of {size} rows: .* 12"):
         gp.plan(program, global_batch=12, mesh=mesh, microbatch_size=size)
 
 
 def test_a_model_that_is_another_one_for_several_batches_takes_one(tmp_path: Path) -> None:
     """Several stand for one that has all of their rows."""
-    for most, reason in ((12, "another one for microbatches of 6 rows"), (10**6, None)):
+    for most, reason in ((12, "differs for microbatches of 6 rows"), (10**6, None)):
         program = gp.export(Net(), (X,), loss_fn=lambda o, most=most: o.mean() * (2.0 if len(o) > most else 1.0))
         folder = gp.partition(program, gp.plan(program)).save(tmp_path / str(most))
         found = json.loads((folder / "plan.json").read_text())["interface"].get("unsplittable")
@@ -346,6 +347,7 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_recurrent_layers(layer: type[nn.Module]) -> None:
     def loss(o: Tensor, t: Tensor) -> Tensor:
@@ -398,6 +400,7 @@ def _transformers_case(name: str) -> Case:
     return Case(model, (), inputs)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name",
     [
@@ -469,14 +472,6 @@ def test_dropout_that_drops_nothing_or_everything_draws_nothing() -> None:
     assert assert_exact(case, [1, 5]).random_calls == 0
 
 
-@pytest.mark.parametrize(
-    "function", [torch.rand_like, torch.randn_like, lambda h: h.new_empty(h.shape).bernoulli_(0.5), F.gumbel_softmax]
-)
-def test_other_random_numbers_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(gp.GraphparError, match="draws random numbers"):
-        gp.export(Applied(lambda h: h + function(h)), (XS,), loss_fn=lambda o: o.mean())
-
-
 # ---- compositions ----------------------------------------------------------------------------------------------
 
 TERMS: list[Loss] = [
@@ -498,7 +493,7 @@ TERMS: list[Loss] = [
     ),
     st.permutations(range(6)),
 )
-@pytest.mark.sampled(1 / 2, of="programs that are drawn")
+@pytest.mark.costly
 def test_sums_of_terms_add_up(terms: list[tuple[int, float, str]], order: list[int]) -> None:
     def loss_fn(o: Tensor, y: Tensor, t: Tensor, m: Tensor) -> Tensor:
         total = o.new_zeros(())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.verification.substituted import Substituted
-from tests.equality import Case, assert_same, eager, run
+from tests.tools.equality import Case, assert_same, eager, run
 
 B, T, H, E = 4, 4, 4, 2  # as many rows as positions and heads: a size says nothing
 D = H * E
@@ -138,6 +138,7 @@ def _dropped_in_place(h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_any_order_of_dims(name: str) -> None:
     _check(_case(FUNCTIONS[name], 0))
@@ -146,6 +147,7 @@ def test_a_function_of_any_order_of_dims(name: str) -> None:
 # ---- torch's modules -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("batch_dim", [0, 1])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}])
@@ -164,6 +166,7 @@ def test_multihead_attention(batch_dim: int, weights: bool, options: dict[str, b
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_layers_of_encoders_and_decoders(batch_dim: int) -> None:
     def modules() -> dict[str, nn.Module]:
@@ -211,6 +214,7 @@ class _Second(nn.Module):
         return self.out(F.dropout(self.transformer(s, t).flatten(0, 1), P))
 
 
+@pytest.mark.costly
 def test_verify_draws_as_the_program_where_the_batch_is_second() -> None:
     torch.manual_seed(0)
     s, t, y = torch.randn(6, 4, D), torch.randn(4, 4, D), torch.randint(3, (4, 4))

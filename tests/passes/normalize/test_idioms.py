@@ -17,7 +17,7 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.causal_masks import Masks
-from tests.idiom_checks import LENGTH, WIDTH, Model, check_idioms, exported
+from tests.tools.idiom_checks import LENGTH, WIDTH, Model, check_idioms, exported
 
 # ---- norms -----------------------------------------------------------------------------------------------------
 
@@ -279,6 +279,7 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.sampled(1 / 3)
 def test_attention_that_is_written_out(name: str) -> None:
@@ -286,6 +287,7 @@ def test_attention_that_is_written_out(name: str) -> None:
     check_idioms(function, found)
 
 
+@pytest.mark.costly
 def test_scores_that_a_mask_repeats_are_no_attention() -> None:
     """The mask has more dims, heads or examples than the scores."""
 
@@ -320,6 +322,7 @@ def test_a_scale_that_is_not_positive_keeps_its_mask(scale: float) -> None:
         check_idioms(attention, {"is_causal": 1} if scale > 0 else {})
 
 
+@pytest.mark.costly
 def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
     def turned(x: Tensor, m: Model) -> Tensor:
         q, k, v = _heads(x, m)
@@ -357,6 +360,7 @@ def _grouped(x: Tensor, m: Model, mask: Tensor | None = None, repeat: str = "exp
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.costly
 def test_repeated_keys_and_values() -> None:
     check_idioms(_grouped, {"enable_gqa": 1})
     check_idioms(lambda x, m: _grouped(x, m, repeat="interleave"), {"enable_gqa": 1})
@@ -395,6 +399,7 @@ class Grouped(nn.Module):
         return y
 
 
+@pytest.mark.costly
 def test_ranks_that_outnumber_the_groups_take_the_keys_of_their_group(tmp_path: Any) -> None:
     """8 heads in 2 groups over 4 ranks: each has 2 heads of one group."""
     x = torch.randn(4, 12, 16)
@@ -427,6 +432,7 @@ def _longer(length: int, mask: Callable[[Tensor, Tensor], Tensor]) -> Program:
     return gp.export(Longer(length, mask), (torch.randn(2, 1, length, 2),), loss_fn=lambda y: y.square().mean())
 
 
+@pytest.mark.costly
 def test_a_mask_of_a_million_tokens_is_proven_without_being_made() -> None:
     assert _longer(2**20, lambda column, row: column <= row).idioms == {"is_causal": 1}
     assert _longer(2**20, lambda column, row: (row >= column) & (column < 2**20)).idioms == {"is_causal": 1}
@@ -459,7 +465,7 @@ _TERMS = {
 @given(
     st.lists(st.sampled_from(sorted(_TERMS)), min_size=1, max_size=3), st.lists(st.booleans(), min_size=2, max_size=2)
 )
-@pytest.mark.sampled(1 / 2, of="programs that are drawn")
+@pytest.mark.costly
 def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bool]) -> None:
     def mask(column: Tensor, row: Tensor) -> Tensor:
         made = _TERMS[terms[0]](column, row)
@@ -474,6 +480,7 @@ def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bo
     assert bool(_longer(300, mask).idioms) == causal
 
 
+@pytest.mark.costly
 def test_masks_that_differ_from_example_to_example_are_not_proven() -> None:
     def attention(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
         def function(x: Tensor, m: Model) -> Tensor:

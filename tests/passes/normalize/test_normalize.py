@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.normalize.functional import is_inplace
-from tests.equality import Case, assert_exact, assert_same, eager, near, run
+from tests.tools.equality import Case, assert_exact, assert_same, eager, near, run
 
 Function = Callable[["Layered", Tensor], Tensor]
 
@@ -119,6 +119,50 @@ def _no_drop(h: Tensor) -> Tensor:
     return h
 
 
+def _turned(h: Tensor) -> Tensor:
+    other, first = h, h[:, 0]
+    h.transpose_(1, 2)
+    h[:, 3].mul_(2)
+    h.unsqueeze_(1).swapaxes_(2, 3)
+    other.add_(1)
+    return h.squeeze_(1) + first[:, None]
+
+
+def _turned_view(h: Tensor) -> Tensor:
+    view = h[:, 1:]
+    view.swapdims_(1, 2)
+    half = view[:, ::2]
+    half.unsqueeze_(0).squeeze_()
+    half.mul_(3)
+    view[:, 0].fill_(0.25)
+    return h
+
+
+def _cut_off(h: Tensor) -> Tensor:
+    other = h * 2
+    other.detach_()
+    return h + other
+
+
+def _as_it_was(h: Tensor) -> Tensor:
+    ones = torch.zeros(8).resize_(8)
+    ones.add_(1).resize_as_(h[0, 0].detach())
+    return h * ones
+
+
+def _diagonals(h: Tensor) -> Tensor:
+    weights = torch.ones(8, 8)
+    weights.fill_diagonal_(0.5)[1].mul_(2)
+    return h @ weights.t_().triu_()
+
+
+def _out_turned(h: Tensor) -> Tensor:
+    made = torch.empty_like(h)
+    torch.mul(h.detach(), 2, out=made)
+    made.transpose_(1, 2)
+    return made.transpose(1, 2) + h
+
+
 def _bits(h: Tensor) -> Tensor:
     return h + h.view(torch.int32).view(torch.float32) * 2  # no gradient passes through the integers
 
@@ -148,6 +192,15 @@ INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": _filled,
     "dropout of nothing": _no_drop,
     "bits": _bits,
+    "turned": _turned,
+    "turned view": _turned_view,
+    "one matrix turned": lambda h: (h[0].t_(), h)[1],
+    "every other": lambda h: (h[:, ::2].mul_(2), h)[1],
+    "cut off": _cut_off,
+    "as it was": _as_it_was,
+    "diagonals": _diagonals,
+    "out, turned": _out_turned,
+    "powers": lambda h: h.abs_().add_(1).pow_(2).polygamma_(1),
 }
 
 
@@ -171,7 +224,16 @@ REFUSED: dict[str, tuple[Function, str]] = {
         ),
         "embedding of 'first.weight' has max_norm",
     ),
+    "out of another size": (
+        lambda _, h: torch.sign(h.detach(), out=torch.empty(0)) + h,
+        "aten.sign.out writes to out=",
+    ),
     "bits": (lambda _, h: ((h * 1).view(torch.int32).add_(1), h)[1], "view made by 'view'"),
+    "another size": (lambda _, h: (torch.zeros(8).resize_(4), h)[1], "resize_.*changes the number of elements"),
+    "other memory": (lambda _, h: (torch.zeros(8).set_(torch.zeros(3)), h)[1], "set_.*shows? other memory"),
+    "lists": (lambda _, h: (torch._foreach_mul_([h * 1, h * 2], 2), h)[1], "_foreach_mul_.*writes a list"),
+    "wrapped": (lambda _, h: h + torch.ones(9, 8).fill_diagonal_(2.0, wrap=True)[8], "fill_diagonal_.*wraps around"),
+    "truths over numbers": (lambda _, h: (h * 1).logical_and_(h), "logical_and_.*as if nothing were written"),
 }
 
 
@@ -215,7 +277,7 @@ WRITES: list[Callable[[Tensor, Tensor], Tensor]] = [
         max_size=5,
     )
 )
-@pytest.mark.sampled(1 / 2, of="programs that are drawn")
+@pytest.mark.costly
 def test_random_programs_of_views_and_writes(steps: list[tuple[int, list[int], int]]) -> None:
     def function(_: Layered, h: Tensor) -> Tensor:
         base = h.clone()  # not the batch's business here: the batch is an outer loop that nothing below touches
@@ -419,6 +481,7 @@ REGIONS: dict[str, tuple[Function, float]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.sampled(1 / 3)
 def test_regions(name: str) -> None:
@@ -486,6 +549,7 @@ class _Named(nn.Module):
             return self.head(x).float()
 
 
+@pytest.mark.costly
 def test_modules_keep_their_operators_and_names_in_regions() -> None:
     without, program = (
         gp.export(_Named(autocast), (X,), loss_fn=F.mse_loss, targets=(T,)) for autocast in (False, True)
@@ -508,6 +572,7 @@ def test_autocast_of_another_device_is_warned_of() -> None:
     assert any("torch.autocast('cuda') (test_normalize.py:" in line for line in case(function).export().warnings)
 
 
+@pytest.mark.costly
 def test_what_autocast_does_inside_of_a_recurrent_layer_is_refused_with_its_place() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -522,6 +587,7 @@ def test_what_autocast_does_inside_of_a_recurrent_layer_is_refused_with_its_plac
         gp.export(Recurrent(), (X,), loss_fn=F.mse_loss, targets=(T,))
 
 
+@pytest.mark.costly
 def test_control_flow_is_refused_with_its_place() -> None:
     def branches(_: Layered, h: Tensor) -> Tensor:
         return torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v * 3, (h,))

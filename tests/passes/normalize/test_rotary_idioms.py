@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphpar.emitted.rotary import apply_rotary
-from tests.idiom_checks import LENGTH, WIDTH, check_idioms
+from tests.tools.idiom_checks import LENGTH, WIDTH, check_idioms
 
 
 def _half(x: Tensor) -> Tensor:
@@ -98,6 +98,7 @@ NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", [*ROTARY, *NO_ROTARY])
 def test_rotary_embeddings_that_are_written_out(name: str) -> None:
     function = (ROTARY | NO_ROTARY)[name]

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import graphpar as gp
-from tests.equality import Case, assert_exact, assert_same, eager, refusal, run
+from graphpar.frontend.trace_guards import EqualMasks
 from tests.passes.normalize.test_batch_and_loss import TS, XS, YS, M, Net, T, W, X, Y, each
-from tests.samples import drawn
+from tests.tools.equality import Case, assert_exact, assert_same, eager, refusal, run
+from tests.tools.samples import drawn
 
 Loss = Callable[..., Tensor]
 YR = Y.clone()
@@ -79,6 +82,7 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", drawn(list(EXACT), 7, 10))
 def test_losses_of_chosen_rows(name: str) -> None:
     x, loss_fn, targets = EXACT[name]
@@ -144,6 +148,7 @@ AS_MANY: dict[str, Loss] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", AS_MANY)
 def test_masks_that_choose_as_many_rows_are_not_taken_for_one(name: str) -> None:
     with pytest.raises(gp.GraphparError, match=r"depends on values.*test_static_masking.py:\d+"):
@@ -158,7 +163,6 @@ REFUSED: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "different masks": (X, lambda o, t, m: (o[m] * t[t[:, 0] > 0]).mean(), (T, ROWS), r"test_static_masking.py:\d+"),
     "unique": (X, lambda o, y: o.mean() * y.unique().sum(), (Y,), r"_unique2 \(test_static_masking.py:\d+\)"),
     "len": (X, lambda o, m: o[m].sum() / len(o[m]), (ROWS,), r"test_static_masking.py:\d+"),
-    "branch": (X, lambda o, m: o[m].mean() if m.any() else o.sum() * 0, (ROWS,), r"test_static_masking.py:\d+"),
 }  # fmt: skip
 
 
@@ -185,9 +189,28 @@ def test_outputs_of_chosen_rows_are_refused() -> None:
         gp.export(Chooses(), (X,), mode="infer")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}], ids=str)
 def test_programs_with_chosen_rows_are_priced_and_printed(mesh: dict[str, int]) -> None:
     program = gp.export(Net(), (XS,), loss_fn=chosen_ce, targets=(YS,))
 
     for text in gp.partition(program, gp.plan(program, mesh=mesh)).files.values():
         assert "nonzero" not in text
+
+
+def test_masks_of_equal_expressions_choose_equally_many_rows_and_others_do_not() -> None:
+    """Unless a value that they read, or the mask itself, was written in between."""
+
+    def chosen(mask: Tensor) -> object:
+        return rows[mask].shape[0].node.expr
+
+    with FakeTensorMode(shape_env=ShapeEnv()), EqualMasks():
+        rows, t = torch.ones(6), torch.ones(6)
+        first = chosen(t > 0)
+        assert chosen(t > 0) == first
+        assert len({first, chosen(t > 1), chosen(t >= 0), chosen(rows > 0), chosen(~(t > 0))}) == 5
+        mask = t > 0
+        mask.logical_not_()
+        assert chosen(mask) != first
+        t.add_(1)
+        assert chosen(t > 0) != first

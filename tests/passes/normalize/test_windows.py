@@ -21,8 +21,8 @@ from graphpar.ir.program import operator_name
 from graphpar.passes.normalize import causal_masks
 from graphpar.passes.planning.plan_request import plan_request, planned
 from graphpar.runtime import Pipeline, RuntimeProgramError, start
-from graphpar.runtime.sampling import Sampling
-from tests.programs import example_file
+from graphpar.runtime.generation.prompts import Sampling
+from tests.tools.programs import example_file
 
 LENGTH, WIDTH, VOCABULARY = 24, 16, 50
 SLIDING = 4
@@ -163,6 +163,7 @@ def program_of(model: nn.Module, rows: int = 2) -> gp.Program:
     return gp.export(model, (ids,), {"targets": ids}, mode="generate")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,6 +228,7 @@ def test_windows_give_what_the_whole_sequence_gives(options: dict[str, str], tmp
                 pipeline.generate(wrong, 3)  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -262,6 +264,7 @@ def test_models_whose_positions_depend_on_each_other_are_refused(options: dict[s
         program_of(writer(**options))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["bert", "t5", "vit", "resnet"])
 @pytest.mark.sampled(1 / 2)
 def test_models_of_other_kinds_are_refused(name: str) -> None:
@@ -270,6 +273,7 @@ def test_models_of_other_kinds_are_refused(name: str) -> None:
         gp.export(file.model, file.args, file.kwargs, mode="generate")
 
 
+@pytest.mark.costly
 def test_what_a_plan_for_generation_leaves_out_is_said() -> None:
     program = program_of(writer())
     for options, reason in (
@@ -282,6 +286,7 @@ def test_what_a_plan_for_generation_leaves_out_is_said() -> None:
     assert gp.plan(program, 4).mesh.size == 4
 
 
+@pytest.mark.costly
 def test_a_generation_config_is_followed_or_refused() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -303,6 +308,7 @@ def test_a_generation_config_is_followed_or_refused() -> None:
         gp.export(model, kwargs=ids, mode="generate")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("attention", BY_COLUMNS)
 def test_masks_too_large_to_make_are_known_by_the_columns_of_their_rows(
     attention: str, monkeypatch: pytest.MonkeyPatch

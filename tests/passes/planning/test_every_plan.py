@@ -19,16 +19,15 @@ from graphpar.cost_models.estimates import Layout
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.planning.candidates import Candidate, Point, pareto_front
+from graphpar.passes.planning.candidates import Point, pareto_front
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planner import Planner
-from graphpar.passes.planning.planning import planner_for
+from graphpar.passes.planning.search import Planner
 from graphpar.runtime.option_kinds import AUTO
-from tests.every_plan import EveryPlan, Way
 from tests.passes.planning.test_never_worse import faster
 from tests.passes.planning.test_planner import program_of, small
-from tests.plan_prices import StepPrices, in_all
-from tests.samples import drawn
+from tests.tools.every_plan import EveryPlan
+from tests.tools.plan_prices import StepPrices, in_all
+from tests.tools.samples import drawn
 
 WIDTH, LENGTH = 32, 16
 
@@ -159,7 +158,8 @@ class Case:
         cluster = Cluster.of(small(room, self.launch_s), *self.nodes)
         links = {name: faster(getattr(cluster, name), self.slow) for name in ("intra_node", "inter_node")}
         cluster = replace(cluster, **links)  # type: ignore[arg-type]
-        return planner_for(self.program, cluster, self.mesh, PlanConstraints(cluster=cluster, **(self.asked | pins)))
+        fixed = {"cluster": cluster, "mesh": self.mesh, "overlap_tp": False}
+        return Planner(self.program, PlanConstraints(**(fixed | self.asked | pins)))
 
     @functools.cached_property
     def room(self) -> int | None:
@@ -194,6 +194,7 @@ def check_best(case: Case) -> None:
         assert seconds == pytest.approx(best.step_s, rel=1e-9)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", drawn(random.Random(3).sample(CASES, 14), 2, 5), ids=str)
 def test_the_best_of_every_plan(case: Case) -> None:
     check_best(case)
@@ -206,6 +207,7 @@ def test_the_best_of_every_plan_of_more_cases(part: int) -> None:
         check_best(case)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "case",
     [
@@ -226,12 +228,7 @@ def test_whole_choices_of_recomputation_are_near_the_best(case: Case) -> None:
     assert best.step_s * (1 - 1e-9) <= found.estimate.step_time_s <= 1.03 * best.step_s
 
 
-def candidate_of(way: Way) -> Candidate:
-    return Candidate(
-        way.mesh, way.schedule, way.depth, way.rows, way.microbatches, way.split_points, way.zero, way.reshard
-    )
-
-
+@pytest.mark.costly
 @pytest.mark.parametrize("name", drawn(list(PROGRAMS), 1, 3))
 def test_there_are_no_other_plans(name: str) -> None:
     """The candidates of a search are those that are enumerated anew, with every pin."""
@@ -244,13 +241,13 @@ def test_there_are_no_other_plans(name: str) -> None:
             continue
         planner = case.planner(1e12)
         candidates = planner.bounded(all_degrees=True)[0]
-        ways = [candidate_of(way) for way in case.every_plan(planner).ways]
+        ways = [way.candidate for way in case.every_plan(planner).ways]
         assert len(ways) == len(set(ways)) and set(ways) == set(candidates)
         counted += len(ways)
     assert counted > 250
 
 
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_prices_are_those_of_a_second_writing() -> None:
     """Steps and peaks of plans with any stages, each unit with any recomputation."""
     rng, checked = random.Random(0), 0
@@ -263,7 +260,8 @@ def test_prices_are_those_of_a_second_writing() -> None:
     ]:
         planner = Case(name, nodes, {}, slow=rng.choice((1, 1e-2, 1e-3))).planner(1e12)
         for candidate in rng.sample(planner.bounded(all_degrees=True)[0], 24):
-            kinds = [rng.randrange(len(planner.prices.recomputed)) for _ in planner.prices.known(candidate).units]
+            count = len(planner.prices.recomputed(candidate))
+            kinds = [rng.randrange(count) for _ in planner.prices.known(candidate).units]
             pricing = planner.prices.mixed(candidate, kinds)
             stages = candidate.mesh.pp * candidate.stages_per_rank
             starts = (0, *sorted(rng.sample(range(1, len(kinds)), stages - 1)))
@@ -305,6 +303,7 @@ def test_the_front_of_all_plans(name: str, nodes: tuple[int, int]) -> None:
     assert [nbytes for _, nbytes in distinct] == [nbytes for _, nbytes in expected]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", [{"pp": 1, "dp_replicate": 1, "tp": 2}, {"pp": 2}])
 @pytest.mark.sampled(1 / 2)
 def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
@@ -313,7 +312,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
     planner = case.planner(1e12)
     every, rows = case.every_plan(planner), 2
     way = next(each for each in every.ways if each.rows == rows)
-    candidate, units = candidate_of(way), every.units(way)
+    candidate, units = way.candidate, every.units(way)
     assert units is not None
     balancer, prices = planner.prices.balancer(candidate), every.prices(way)
     touched = 0
@@ -332,6 +331,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
 # ---- tp degrees that are left out ------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("slow", [1, 1e-5])
 @pytest.mark.parametrize(("name", "nodes"), [("equal", (1, 4)), ("two rows", (1, 8)), ("experts", (1, 4))])
 @pytest.mark.sampled(1 / 3)
@@ -345,13 +345,14 @@ def test_a_smaller_degree_bounds_a_larger_one(name: str, nodes: tuple[int, int],
             assert planner.bounds.of_smaller(candidate, smaller) <= step_s * (1 + 1e-9)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "slow"), [("equal", 1), ("head", 1e-3), ("equal", 1e-6)])
 @pytest.mark.sampled(1 / 3)
 def test_samples_that_are_wrong_leave_no_degree_out(name: str, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they take every degree for useless, the plan is the same, since those that may be faster are searched."""
     case = Case(name, (1, 4), {}, {"recompute": "none"}, slow=slow)
     whole = case.planner(1e12).search()
-    monkeypatch.setattr(Planner, "_useless_degrees", lambda self, candidates: {(1, 1, 1): {2, 4}})
+    monkeypatch.setattr(Planner, "_useless_degrees", lambda self: {(1, 1, 1): {2, 4}})
     planner = case.planner(1e12)
     assert len(planner.bounded()[0]) < len(planner.bounded(all_degrees=True)[0])
     found = case.planner(1e12).search()
@@ -365,4 +366,4 @@ def test_a_degree_that_can_not_be_faster_is_not_sharded() -> None:
     planner = Case("equal", (1, 4), {}, {"recompute": "none"}, slow=1e-6).planner(1e12)
     found = planner.search()
     assert found.tried is not None and found.tried.no_faster == 4 and "tp=4, as tp=2 is no faster" in found.left_out
-    assert {compute.tp for compute, _ in planner.prices._sharded} == {1, 2}
+    assert {compute.tp for compute, *_ in planner.prices._sharded} == {1, 2}

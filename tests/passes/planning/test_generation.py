@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.generation import groups_of, pins_of_generation
+from graphpar.passes.planning.plan_request import groups_of, pins_of_generation
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def test_axes_of_training_are_refused(axis: str) -> None:
         pins_of_generation(PlanConstraints(mesh={axis: 2}, devices=2))
 
 
+@pytest.mark.costly
 def test_replicas_are_searched_and_priced_by_the_groups_of_each() -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,

@@ -13,10 +13,10 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link
 from graphpar.passes.planning.candidates import SearchResult
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planning import planner_for
+from graphpar.passes.planning.search import Planner
 from graphpar.runtime.option_kinds import AUTO
 from tests.passes.planning.test_planner import program_of, small
-from tests.samples import sample
+from tests.tools.samples import sample
 
 MODELS = ("uneven", "gpt")
 CLUSTERS = ((1, 2), (1, 4), (2, 2))
@@ -24,8 +24,8 @@ LINKED = (("uneven", (2, 2)), ("gpt", (1, 4)), ("uneven", (1, 2)))
 
 
 def found(name: str, cluster: Cluster, mesh: dict[str, int] | None = None, **pins: Any) -> SearchResult:
-    constraints = PlanConstraints(cluster=cluster, **{"recompute": AUTO} | pins)
-    return planner_for(program_of(name), cluster, mesh or {}, constraints).search()
+    constraints = PlanConstraints(cluster=cluster, mesh=mesh or {}, **{"recompute": AUTO} | pins)
+    return Planner(program_of(name), constraints).search()
 
 
 def seconds(result: SearchResult) -> float:
@@ -52,7 +52,7 @@ CASES = list(itertools.product(MODELS, CLUSTERS))
 
 
 @pytest.mark.parametrize(("name", "nodes"), sample(random.Random(5).sample(CASES, 3), 1))
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
     most = peak(name, Cluster.of(small(), *nodes))
     results = [found(name, Cluster.of(small(share * most), *nodes)) for share in (0.35, 0.6, 0.9, 1.2)]
@@ -70,15 +70,14 @@ def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
         3,
     ),
 )
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_faster_links(name: str, nodes: tuple[int, int], which: str) -> None:
     """With the same placements of tensors, those of the slowest links. They are chosen at prices of single operators, which differ a little
     from those of steps, so faster links of their own may have placements that take a little longer."""
     cluster, planner, times = Cluster.of(small(), *nodes), None, []
     for faster_by in (1e-4, 1e-2, 1, 100):
         links = replace(cluster, **{which: faster(getattr(cluster, which), faster_by)})  # type: ignore[arg-type]
-        constraints = PlanConstraints(cluster=links, recompute=AUTO)
-        planner = planner_for(program_of(name), links, {}, constraints, like=planner)
+        planner = Planner(program_of(name), PlanConstraints(cluster=links, recompute=AUTO), like=planner)
         times.append(seconds(planner.search()))
 
     for slower, quicker in itertools.pairwise(times):
@@ -99,7 +98,7 @@ PINS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "nodes"), sample(random.Random(7).sample(CASES, 3), 1))
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_fewer_pins(name: str, nodes: tuple[int, int]) -> None:
     cluster = Cluster.of(small(), *nodes)
     tight = replace(cluster, device=small(0.6 * peak(name, cluster)))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.passes.planning.planning import on_one_device
+from graphpar.passes.planning.plan_request import on_one_device
 
 
 class _Placed(nn.Module):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 import graphpar as gp
 from graphpar import api
 from graphpar.passes.planning.plan_request import plan_request
+from graphpar.passes.planning.search import Planner
 from graphpar.passes.planning.validate_plan import check_alone
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.plan_record import decisions_of
 from graphpar.verification import Verification
-from tests.programs import example
+from tests.tools.programs import example
 
 NAMED = [
     ({"cluster": "h100x8"}, "Did you mean '8xH100-SXM-80GB'"),
@@ -178,6 +182,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.costly
 def test_a_whole_mesh_on_a_cluster_leaves_the_rest_to_the_search() -> None:
     program, cluster = example("gpt"), gp.Cluster.parse("4xA100-SXM-40GB")
 
@@ -203,6 +208,34 @@ def test_a_whole_mesh_without_a_pipeline_takes_any_schedule_of_one_stage_a_rank(
         gp.plan(program, cluster, global_batch=64, mesh={"dp_shard": 4}, schedule="ZBV")
 
 
+def test_a_plan_is_what_its_file_holds_and_what_was_found_beside_it_is_another_value() -> None:
+    made = gp.plan(example("head_first"), "2xA100", mesh={"tp": 2})
+    read = gp.Plan.from_json(made.to_json())
+
+    assert isinstance(made, gp.Plan) and made.predicted is not None and made.found is not None
+    assert type(read) is type(made.plan) is gp.Plan
+    assert {each.name for each in fields(read)} - {"split_points", "fully_sharded"} <= set(read.to_json())
+    assert made == read and read == made and read == made.plan and made == replace(made, predicted=None)
+    assert made != replace(made, microbatch_size=1) and read != replace(made, microbatch_size=1)
+    assert "a step on 2xA100" in repr(made) and "a step on" not in repr(read)
+    assert "MFU" in str(made) and "MFU" not in str(read)
+
+
+def test_a_file_leaves_out_what_is_as_usual() -> None:
+    plan = gp.plan(example("head_first"), mesh={"pp": 2}, recompute="full")
+    parts = gp.partition(example("head_first"), plan)
+    record = json.loads(parts.files["plan.json"])
+
+    assert set(plan.to_json()) - set(record) == {
+        *("allow_batch_coupling", "dp_mean", "dropout", "zero1_by", "reshard", "prefetch", "prefetch_distance"),
+        *("overlap_tp", "offload", "compile", "reduce_dtype", "actions", "cluster"),
+    }
+    assert (record["zero"], record["recompute"], record["sharding"]) == (0, "full", {})
+    assert gp.Plan.from_json(record) == plan and load_manifest(parts.folder).reshard == plan.reshard
+    assert decisions_of(record) == decisions_of(plan.to_json())
+
+
+@pytest.mark.costly
 def test_a_whole_mesh_that_does_not_fit_is_taken_all_the_same() -> None:
     program = example("gpt")
     cluster = replace(
@@ -212,6 +245,8 @@ def test_a_whole_mesh_that_does_not_fit_is_taken_all_the_same() -> None:
     plan = gp.plan(program, cluster, mesh={"tp": 2})
 
     assert plan.mesh.tp == 2 and plan.predicted is not None and plan.predicted.missing_bytes > 0
+    nearest = Planner(program, plan_request(cluster, mesh={"tp": 2}, recompute="auto")).search().nearest
+    assert nearest is not None and plan.predicted == nearest.estimate
 
 
 @pytest.mark.parametrize(("edit", "expected"), EDITS, ids=[expected for _, expected in EDITS])
@@ -294,6 +329,7 @@ def test_a_plan_whose_stages_are_others_is_not_partitioned() -> None:
 # ---- what is shown ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_a_short_line_each() -> None:
     program = example("head_first")
     plan = gp.plan(program, "2xH100", mesh="pp=2", schedule="gpipe", microbatch_size=4)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -25,14 +26,16 @@ from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planner import Planner
-from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
-from graphpar.passes.planning.space import DEEP, DEPTHS
+from graphpar.passes.planning.plan_request import search_plan
+from graphpar.passes.planning.prices import estimate_plan
+from graphpar.passes.planning.search import Planner
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import AUTO
-from graphpar.schedules.registry import SCHEDULES, check_legal
-from tests.programs import example
-from tests.samples import drawn
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.schedules.registry import check_legal
+from tests.tools.every_plan import DEPTHS
+from tests.tools.programs import example
+from tests.tools.samples import drawn
 
 A100 = DEVICES["A100-SXM-80GB"]
 
@@ -62,11 +65,11 @@ def program_of(name: str) -> Program:
 def small(memory: float = 1e12, launch: float = 1e-7) -> Device:
     """A device so slow that small programs are bound by what they compute."""
     host = {"dispatch_s": 0.0, "hooks_s": 0.0, "policy_s": 0.0}
-    return replace(A100, flops={"fp32": 1e11}, launch_s=launch, memory_bytes=int(memory), **host)
+    return replace(A100, flops={"fp32": 1e11}, launch_s=launch, memory_bytes=int(memory), communicator_bytes=0, **host)
 
 
 def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
-    return planner_for(program_of(name), cluster, {}, PlanConstraints(cluster=cluster, **pins))
+    return Planner(program_of(name), PlanConstraints(cluster=cluster, **{"overlap_tp": False} | pins))
 
 
 # ---- against brute force ---------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
 
     Of the cuts, those whose slowest stage is fastest, and of these the one with the earliest starts, the last first.
     """
-    count, batch = planner.cluster.size, planner.batch
+    count, batch = planner.cluster.size, planner.space.batch
     experts = EXPERTS.get(planner.program.name, 1)
     for pp, replicas, shards, ep, tp in itertools.product(range(1, count + 1), repeat=5):
         if pp * replicas * shards * ep * tp != count or batch % (replicas * shards) or experts % ep:
@@ -88,22 +91,20 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
         mesh = Mesh(pp=pp, dp_replicate=replicas, dp_shard=shards, ep=ep, tp=tp)
         rows_each = batch // (replicas * shards)
         for (name, row), (zero, reshard) in itertools.product(SCHEDULES.items(), _states(shards, pp)):
-            depths = (
-                [1]
-                if pp == 1
-                else [v for v in (1, *DEPTHS, *DEEP.get(name, ())) if row.min_stages <= v <= (row.max_stages or 99)]
-            )
+            depths = (1,) if pp == 1 else DEPTHS.get(name, (row.default_stages,))
             if row.torch_class is None or (pp == 1 and name != "1F1B") or (reshard == "always" and row.splits_backward):
                 continue
             for depth, microbatches in itertools.product(depths, range(1, rows_each + 1)):
                 if rows_each % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
                     continue
                 rows = rows_each // microbatches
-                units = planner.prices.units(mesh, rows, planner.prices.execution)
+                units = planner.prices.units(Candidate(mesh, "1F1B", 1, rows, 1))
                 if units is None or len(units) < pp * depth:
                     continue
                 again = zero == 3 and (pp == 1 or reshard == "always")
-                run = replace(planner.prices.execution, zero=zero, reshard=reshard, gathered=2 if again else 1)
+                run = Execution(
+                    copies_gradients=True, joined=True, zero=zero, reshard=reshard, gathered=2 if again else 1
+                )
                 pricing = Pricing(units, mesh, planner.cluster, run, dtype=planner.prices.dtype)
                 starts = _best_cut(pricing, pp * depth, rows)
                 estimate = pricing.estimate(Layout(name, rows, microbatches, starts))
@@ -158,6 +159,7 @@ def _slowest_stage(priced: Priced) -> float:
     return max(stage.forward_s + stage.backward_s for stage in priced.estimate.stages)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "launch"), drawn(list(itertools.product(["uneven", "gpt", "unet"], [1e-7, 2e-5])), 2, 2)
 )
@@ -171,6 +173,7 @@ def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) 
     assert pruned.priced <= whole.priced == pruned.considered - (whole.considered - whole.priced)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("device", [small(), DEVICES["CPU"]], ids=["slow", "CPU"])
 @pytest.mark.sampled(1 / 2)
 def test_bounds_are_below_the_price(device: Device) -> None:
@@ -186,6 +189,7 @@ def test_bounds_are_below_the_price(device: Device) -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("batch", "cps"), [(8, {1}), (2, {1, 2}), (1, {1, 2, 4})])
 @pytest.mark.sampled(1 / 2)
 def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: int, cps: set[int]) -> None:
@@ -194,7 +198,7 @@ def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: in
     assert {mesh.cp for mesh in planner.space.meshes() if batch % mesh.replicas == 0} == cps
     found = planner.search()
     assert found.best is not None
-    assert ("cp, as rows suffice" in found.left_out) == (cps == {1})
+    assert ("cp (the batch covers all devices)" in found.left_out) == (cps == {1})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_ranks_do_at_least_the_work_of_one_device_together(name: str, axis: str)
     planner = planner_of(name, Cluster.of(small(), 1, 4))
 
     def flops(mesh: Mesh) -> float:
-        return sum(unit.kind.work.flops(2) for unit in planner.prices.units(mesh, 2, planner.prices.execution) or [])
+        return sum(unit.kind.work.flops(2) for unit in planner.prices.units(Candidate(mesh, "1F1B", 1, 2, 1)) or [])
 
     alone = flops(Mesh())
     for degree in (2, 4):
@@ -241,7 +245,9 @@ def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]
     """Seconds and the fullest rank's bytes of every choice of what blocks recompute, at the stages of ``found``; equal blocks of a
     stage may change places."""
     candidate, starts = found.candidate, found.layout.starts
-    first, *others = (planner.prices.pricing(candidate, kind) for kind in range(len(planner.prices.recomputed)))
+    first, *others = (
+        planner.prices.pricing(candidate, kind) for kind in range(len(planner.prices.recomputed(candidate)))
+    )
     assert first is not None
     units = [first.units, *(pricing.units for pricing in others if pricing is not None)]
     ends = (*starts[1:], len(first.units))
@@ -257,6 +263,7 @@ def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]
         yield estimate.step_time_s, max(estimate.peak_memory_bytes)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mesh", "share"),
     drawn(list(itertools.product([{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}], [0.2, 0.5, 0.9])), 2, 3),
@@ -271,9 +278,8 @@ def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: f
     }
 
     def planner(memory: float) -> Planner:
-        cluster = Cluster.of(small(memory), 1, devices)
-        found = planner_for(program_of("gpt"), cluster, mesh, PlanConstraints(cluster=cluster, **pins))
-        found.space.wishes = replace(found.wishes, recompute=("none", "budget:0.6", "budget:0.2", "full"))
+        found = planner_of("gpt", Cluster.of(small(memory), 1, devices), mesh=mesh, **pins)
+        found.space.kinds = ("none", "budget:0.6", "budget:0.2", "full")
         return found
 
     def candidate(planner: Planner) -> Candidate:
@@ -317,6 +323,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.costly
 def test_a_block_that_runs_twice_recomputes_one_way() -> None:
     program = gp.export(Twice(), (torch.randn(512, 32),), loss_fn=lambda y: y.square().mean())
     rows, mixed = {"microbatch_size": 512}, 0
@@ -338,6 +345,7 @@ def test_a_block_that_runs_twice_recomputes_one_way() -> None:
     assert mixed >= 3
 
 
+@pytest.mark.costly
 def test_the_gap_is_that_to_the_lowest_bound() -> None:
     loose = planner_of("gpt", Cluster.of(small(), 1, 2), recompute=AUTO).search()
     assert loose.gap == 0 and loose.best is not None and loose.best.recompute == "none"
@@ -349,7 +357,7 @@ def test_the_gap_is_that_to_the_lowest_bound() -> None:
 
 @given(st.lists(st.floats(2e6, 4e7), min_size=2, max_size=4))
 @settings(max_examples=6, deadline=None)
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None:
     times = []
     for memory in sorted(sizes):
@@ -358,11 +366,12 @@ def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("memory", [3e6, 1.5e6])  # less than activations need, and less than parameters need
 def test_where_nothing_fits(memory: float) -> None:
     cluster = Cluster.of(small(memory), 1, 1)
     with pytest.raises(GraphparError) as error:
-        search_plan(program_of("gpt"), cluster, {}, PlanConstraints())
+        search_plan(program_of("gpt"), PlanConstraints(cluster=cluster))
     message = str(error.value)
     assert "No plan for GPT fits" in message and "MiB on stage 0" in message and "too much" in message
     assert re.search(r"What would fit: .*\dx\S+ with [^;]*\(.* a step\).*; devices with ", message)
@@ -371,6 +380,7 @@ def test_where_nothing_fits(memory: float) -> None:
 # ---- pins ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_pins_are_kept() -> None:
     program = program_of("gpt")
     plan = gp.plan(program, 4, mesh={"tp": 2})
@@ -399,7 +409,7 @@ def test_pins_that_are_not_possible(pins: dict[str, Any], message: str) -> None:
         gp.plan(program_of("gpt"), 4, **pins)
 
 
-@pytest.mark.sampled(1 / 2, of="long searches")
+@pytest.mark.costly
 def test_examples_that_depend_on_each_other_are_one_microbatch_of_all_replicas() -> None:
     plan = gp.plan(program_of("resnet_batchnorm"), 4)
     assert plan.microbatches == 1 and plan.found is not None
@@ -418,6 +428,7 @@ def test_the_plan_takes_what_it_was_said_to_take() -> None:
     assert estimate_plan(program_of("gpt"), plan, cluster).step_time_s == plan.predicted.step_time_s
 
 
+@pytest.mark.costly
 def test_a_microbatch_that_is_pinned_too_large_is_said_to_be() -> None:
     program = program_of("gpt")
     small_ones = planner_of("gpt", Cluster.of(small(), 1, 1), microbatch_size=1).search().best
@@ -425,34 +436,37 @@ def test_a_microbatch_that_is_pinned_too_large_is_said_to_be() -> None:
     assert small_ones is not None and large_ones is not None
     between = (max(small_ones.estimate.peak_memory_bytes) + max(large_ones.estimate.peak_memory_bytes)) / 2
     with pytest.raises(GraphparError, match=r"What would fit: .*microbatches of [24] instead of 8 \("):
-        search_plan(program, Cluster.of(small(between), 1, 1), {}, PlanConstraints(microbatch_size=8))
+        search_plan(program, PlanConstraints(cluster=Cluster.of(small(between), 1, 1), microbatch_size=8))
 
 
 def test_the_plan_keeps_what_was_priced() -> None:
     """Its sharding is the one that the search solved, and a step takes what the search said."""
     program, cluster = program_of("gpt"), Cluster.of(small(), 1, 2)
-    best = planner_for(program, cluster, {"tp": 2}, PlanConstraints(cluster=cluster)).search().best
-    plan = search_plan(program, cluster, {"tp": 2}, PlanConstraints())
+    pins = PlanConstraints(cluster=cluster, mesh={"tp": 2})
+    best = Planner(program, pins).search().best
+    plan = search_plan(program, pins)
     assert best is not None and plan.predicted is not None
     assert plan.sharding == best.sharded.sharding
-    assert plan.predicted == best.estimate == estimate_plan(program, replace(plan, sharded=None), cluster)
+    assert plan.predicted == best.estimate == estimate_plan(program, plan.plan, cluster)
 
 
-def test_changes_that_would_fit_are_told_with_their_times() -> None:
+@pytest.mark.costly
+def test_changes_that_would_fit_are_told_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pin that is given up, the fastest first; and a plan with that change does fit."""
+    monkeypatch.setattr(PlanConstraints, "complete", False)  # a whole mesh that fits in no way is taken all the same
     program, cluster = program_of("gpt"), Cluster.of(small(9.6e6), 1, 2)
-    pins = PlanConstraints(cluster=cluster, recompute="none", microbatch_size=4)
+    pins = PlanConstraints(cluster=cluster, mesh={"dp_replicate": 2}, recompute="none", microbatch_size=4)
     with pytest.raises(GraphparError) as error:
-        search_plan(program, cluster, {"dp_replicate": 2}, pins)
+        search_plan(program, pins)
     told = str(error.value).split("What would fit: ")[1].split("; ")
     free = {
-        "recompute='auto'": ({"dp_replicate": 2}, replace(pins, recompute=AUTO)),
-        "microbatches of": ({"dp_replicate": 2}, replace(pins, microbatch_size=None)),
-        "dp_shard=2 instead of dp_replicate=2": ({"dp_shard": 2}, pins),
+        "recompute='auto'": replace(pins, recompute=AUTO),
+        "microbatches of": replace(pins, microbatch_size=None),
+        "dp_shard=2 instead of dp_replicate=2": replace(pins, mesh={"dp_shard": 2}),
     }
     times = []
-    for text, (mesh, changed) in free.items():
-        best = planner_for(program, cluster, mesh, changed).search().best
+    for text, changed in free.items():
+        best = Planner(program, changed).search().best
         lines = [line for line in told if line.startswith(text)]
         assert len(lines) == (best is not None), text
         times += [(told.index(lines[0]), best.estimate.step_time_s)] if best is not None else []
@@ -460,10 +474,10 @@ def test_changes_that_would_fit_are_told_with_their_times() -> None:
 
 
 def test_a_search_out_of_time_returns_the_best_so_far_and_a_bound_of_all() -> None:
-    cluster, pins = Cluster.of(small(10**12), 1, 4), PlanConstraints(global_batch=16)
-    whole = planner_for(program_of("gpt"), cluster, {}, pins).search()
+    pins = PlanConstraints(cluster=Cluster.of(small(10**12), 1, 4), global_batch=16)
+    whole = Planner(program_of("gpt"), pins).search()
     texts: list[str] = []
-    found = planner_for(program_of("gpt"), cluster, {}, replace(pins, time_limit=0.0), show=texts.append).search()
+    found = Planner(program_of("gpt"), replace(pins, time_limit=0.0), show=texts.append).search()
     assert whole.best is not None and found.best is not None
     assert 1 < found.priced < whole.priced
     assert any("as the time limit of" in text for text in found.left_out) and not whole.left_out[1:]
@@ -476,17 +490,20 @@ def test_a_search_out_of_time_returns_the_best_so_far_and_a_bound_of_all() -> No
     assert min(others) >= 0 and found.considered == found.priced + sum(others)
 
 
+@pytest.mark.costly
 def test_a_search_out_of_time_solves_the_placements_without_which_nothing_fits() -> None:
-    program, cluster = program_of("gpt"), Cluster.of(small(10**12), 1, 4)
-    pins, mesh = PlanConstraints(global_batch=2, recompute="none", zero=0, microbatch_size=1), {"pp": 1, "cp": 1}
+    program, mesh = program_of("gpt"), {"pp": 1, "cp": 1}
+    pins = PlanConstraints(
+        cluster=Cluster.of(small(10**12), 1, 4), mesh=mesh, global_batch=2, recompute="none", zero=0, microbatch_size=1
+    )
     peaks = {}
     for replicas in (1, 2):
-        best = planner_for(program, cluster, mesh | {"dp_replicate": replicas}, pins).search().best
+        best = Planner(program, replace(pins, mesh=mesh | {"dp_replicate": replicas})).search().best
         assert best is not None
         peaks[best.candidate.mesh.tp] = max(best.estimate.peak_memory_bytes)
     assert peaks[4] < peaks[2]
     short = Cluster.of(small((peaks[4] + peaks[2]) / 2), 1, 4)
 
-    found = planner_for(program, short, mesh, replace(pins, time_limit=0.0)).search()
+    found = Planner(program, replace(pins, cluster=short, time_limit=0.0)).search()
 
     assert found.best is not None and found.best.candidate.mesh.tp == 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from tests.passes.sharding.test_search import Layers, export
-from tests.programs import example
-from tests.rank_pool import RankPool
+from tests.tools.programs import example
+from tests.tools.rank_pool import RankPool
 
 PLANS: dict[str, dict[str, Any]] = {"gpt": {"cluster": "4xA100"}, "llama": {"mesh": {"tp": 2, "cp": 2}}}
 
@@ -26,6 +26,7 @@ def planned(name: str) -> str:
     return json.dumps([plan.to_json(), others, seconds])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_plan_does_not_depend_on_hashes(name: str, tmp_path: Path, pool: RankPool) -> None:
     """A process with other hashes makes the same one."""
@@ -34,9 +35,10 @@ def test_a_plan_does_not_depend_on_hashes(name: str, tmp_path: Path, pool: RankP
 
     assert int((tmp_path / "hash").read_text()) != hash("a text")
     assert plan == (tmp_path / "plan.json").read_text()
-    assert json.loads(plan)[0]["sharding"]["decisions"] or name == "gpt"
+    assert json.loads(plan)[0]["sharding"].get("decisions") or name == "gpt"
 
 
+@pytest.mark.costly
 def test_decisions_in_a_block_do_not_depend_on_how_many_there_are() -> None:
     few, many = (
         gp.plan(export(Layers(count, residual=True)), mesh={"tp": 2, "cp": 2}).sharding.decisions["Layer"]
@@ -46,6 +48,7 @@ def test_decisions_in_a_block_do_not_depend_on_how_many_there_are() -> None:
     assert few == many
 
 
+@pytest.mark.costly
 def test_decisions_are_keyed_by_module_operator_and_occurrence() -> None:
     """What stands before a block renames fx's nodes, and no decision."""
     plain = gp.plan(export(Layers(4, residual=True)), mesh={"tp": 2}).sharding.decisions

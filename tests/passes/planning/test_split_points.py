@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 import graphpar as gp
-from tests.programs import example
+from graphpar.annotations.patterns import ModelNames
+from graphpar.passes.planning.recomputation import recomputed_blocks
+from tests.tools.programs import example
 
 
 class _Layer(nn.Module):
@@ -55,6 +57,7 @@ def test_seven_layers_by_pattern() -> None:
     assert plan.stages[0].modules[0] == "embed" and plan.stages[1].modules[-1] == "head"
 
 
+@pytest.mark.costly
 def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
     program = _program(4)
 
@@ -73,6 +76,7 @@ def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
     assert all(source == sources[0] for source in sources)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("widths", "starts"),
     [
@@ -99,6 +103,38 @@ def test_eight_layers_by_flops(widths: tuple[int, ...], starts: dict[int, list[i
         assert [point.path for point in plan.split_points] == [f"layers.{start}" for start in expected]
 
 
+def test_a_backward_counts_where_it_runs() -> None:
+    """Of eight equal layers the first four are frozen: a third of the flops of the others."""
+
+    class Frozen(_Layers):
+        def __init__(self) -> None:
+            super().__init__(8)
+            for module in (self.embed, *self.layers[:4]):
+                module.requires_grad_(False)
+
+    plan = gp.plan(gp.export(Frozen(), (torch.zeros(8, 4, dtype=torch.int64),)), mesh={"pp": 2})
+
+    assert [point.path for point in plan.split_points] == ["layers.5"]
+
+
+def test_a_name_is_not_the_beginning_of_another() -> None:
+    program = _program(12)
+
+    plan = gp.plan(
+        program,
+        mesh={"pp": 2, "tp": 2},
+        split=["layers.10"],
+        recompute={"layers.1": "full"},
+        shard_plan={"layers.1": "replicate"},
+    )
+
+    assert [len(layers) for layers in _layers(plan)] == [10, 2]
+    assert recomputed_blocks(program, {"layers.1": "full"}) == {"layers.1": "full"}
+    names = ModelNames({f"layers.{i}": "Layer" for i in range(12)}, {f"layers.{i}.weight": (8, 8) for i in range(12)})
+    assert names.below("layers.1") == ["layers.1.weight"]
+
+
+@pytest.mark.costly
 def test_the_end_of_a_layer_among_twelve() -> None:
     program = _program(12)
     for last in (0, 1, 9, 10):
@@ -137,6 +173,7 @@ def test_marks_in_the_forward() -> None:
     assert _layers(gp.plan(marked, mesh={"pp": 2}, split=["layers.3"]))[1] == ["layers.3"]
 
 
+@pytest.mark.costly
 def test_by_layers_with_weighted_ends() -> None:
     assert [len(layers) for layers in _layers(gp.plan(_program(3), mesh={"pp": 2}, edge_layers=(2, 2)))] == [2, 1]
     by_two = gp.plan(_program(6), mesh={"pp": 2}, layers_per_stage=2, schedule="Interleaved1F1B")
@@ -154,10 +191,11 @@ def test_by_layers_with_weighted_ends() -> None:
         ({"split": ["layers.2", {"layers.1": "end"}]}, r"the same place"),
         ({"stages": [["embed", "layers.0"], ["layers.2", "layers.3", "head"]]}, r"'layers.1' is in no stage"),
         ({"stages": [["embed", "layers"], ["layers", "head"]]}, r"'layers' is in stages 0 and 1"),
-        ({"stages": [["embed"], ["layers"], ["hed"]]}, r"lists 'hed', which is no module"),
+        ({"stages": [["embed"], ["layers"], ["hed"]]}, r"lists 'hed', which is not a module"),
         ({"stages": [["head", "embed"], ["layers"]]}, r"runs after modules of stage 1"),
         ({"split": ["layers.1"], "stages": [["embed"], ["layers", "head"]]}, r"not both"),
         ({"layers_per_stage": 1}, r"exactly 1 stage a rank"),
+        ({"layers_per_stage": 2}, r"at 2 a stage are 3 stages, which pp=2 ranks can't hold evenly; 3 layers a stage would be 2\.$"),
         ({"edge_layers": (9, 1)}, r"more than the"),
         ({"split": ["layers.1", "layers.2"]}, r"can't hold evenly"),
         ({"schedule": "1F1B", "layers_per_stage": 2, "edge_layers": (2, 2)}, r"1F1B"),
@@ -169,12 +207,15 @@ def test_what_makes_no_sense_is_refused(pins: dict[str, object], message: str) -
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(gp.GraphparError, match=r"has only 4 blocks: at most \d stages"):
+    with pytest.raises(
+        gp.GraphparError, match=r"has only 4 blocks, and with what is before and after them at most \d stages"
+    ):
         gp.plan(_program(4), mesh={"pp": 16}, global_batch=64)
     with pytest.raises(gp.GraphparError, match="only 2 layers"):
         gp.plan(_program(2), mesh={"pp": 8}, edge_layers=(1, 1))
 
 
+@pytest.mark.costly
 def test_compiling_twice_changes_nothing_in_the_model() -> None:
     model = _Layers(2)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -23,10 +23,10 @@ from graphpar.passes.sharding.exchange import exchangeable
 from graphpar.report.groups import expert_axes, group_axes, ranks_of
 from graphpar.runtime.layout import coordinates
 from graphpar.verification import verify_all
-from tests.idle_experts import CHOSEN, EXPERTS, WIDTH, Idle, trained
-from tests.programs import example
-from tests.rank_pool import RankPool
-from tests.samples import sample
+from tests.models.idle_experts import CHOSEN, EXPERTS, WIDTH, Idle, trained
+from tests.tools.programs import example
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
 
 MESHES: tuple[dict[str, int], ...] = (
     {"dp_expert": 2},
@@ -41,6 +41,7 @@ WHOLE = {"model.layers.*.mlp.experts": "expert"}
 OVER_CP = {"model.layers.*.mlp.experts.*": "S(0)@cp"}
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize(
     "pins",
@@ -84,6 +85,7 @@ class SortedExperts(nn.Module):
         return F.mse_loss((y * gates.flatten()[order].unsqueeze(-1))[back].view_as(x), target)
 
 
+@pytest.mark.costly
 def test_rows_in_the_root_of_a_program_travel_and_experts_without_any_have_zero_gradients() -> None:
     pytest.importorskip(
         "transformers.integrations.moe"
@@ -152,6 +154,7 @@ def test_meshes_that_experts_can_not_be_divided_over_are_explained(mesh: dict[st
         gp.plan(example("mixtral"), mesh=mesh, global_batch=12)
 
 
+@pytest.mark.costly
 def test_experts_are_divided_over_the_ranks_of_several_axes() -> None:
     """Each rank has other experts; of those that a rank of tp or cp has in common with other replicas each has some."""
     program = example("mixtral")
@@ -182,6 +185,7 @@ OVERLAID: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
+@pytest.mark.costly
 def test_experts_without_rows_have_zero_gradients_routers_exact_ones_and_only_rows_that_move_are_sent(
     tmp_path: Path, pool: RankPool
 ) -> None:
@@ -268,6 +272,7 @@ def test_rows_that_are_elsewhere_are_found(change: str) -> None:
     assert check_exchange(_planted(local, change), experts)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [

@@ -23,7 +23,7 @@ from graphpar.report.report import render, report_data
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
 from graphpar.text import bytes_text, count_text
 from graphpar.verification import verify_all
-from tests.programs import EXAMPLES, example, example_file
+from tests.tools.programs import EXAMPLES, example, example_file
 
 ENDS = {
     "all have rows": [3, 5, 6, 10],
@@ -262,6 +262,7 @@ def sorted_experts() -> Program:
     return gp.export(SortedExperts(), (), {"x": torch.randn(8, 6, 16), "target": torch.randn(8, 6, 16)})
 
 
+@pytest.mark.costly
 def test_rows_are_gathered_weighed_and_added_by_the_rank_that_has_their_expert(sorted_experts: Program) -> None:
     parts = gp.partition(sorted_experts, gp.plan(sorted_experts, mesh={"ep": 2}))
 
@@ -279,6 +280,7 @@ def test_rows_of_experts_cross_no_stage_boundary(sorted_experts: Program) -> Non
         gp.partition(sorted_experts, gp.plan(sorted_experts, split=["down"], **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mesh", "style", "expected"),
     [
@@ -304,6 +306,7 @@ def test_no_plan_can_pin_rows_of_experts() -> None:
     assert not allows(frozenset({Shard(0)}), ExpertRows(offsets="cumsum"), 2)
 
 
+@pytest.mark.costly
 def test_dense_experts_are_cut_and_exact() -> None:
     made = []
     for how in ("einsum", "bmm"):
@@ -318,6 +321,7 @@ def test_dense_experts_are_cut_and_exact() -> None:
         assert outcome.ok, (outcome.problems, outcome.max_error, outcome.worst)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_torch_compile_takes_rows_of_experts_whole_and_once(ranks: list[int]) -> None:
     def step(x: Tensor, weight: Tensor, offs: Tensor, index: Tensor, gates: Tensor) -> Tensor:
@@ -346,7 +350,7 @@ def test_torch_compile_takes_rows_of_experts_whole_and_once(ranks: list[int]) ->
 def test_public_architectures_with_experts_are_exact() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("spmd_types")
-    from tests.architectures import program_of
+    from tests.models.architectures import program_of
 
     made = {}
     for name in ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"):
@@ -363,6 +367,7 @@ def test_public_architectures_with_experts_are_exact() -> None:
         assert outcome.ok, (name, outcome.problems, outcome.max_error, outcome.worst)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", ["ep=2", "tp=2"])
 @pytest.mark.sampled(1 / 2)
 def test_a_module_with_several_results_of_an_operator_is_explained(
@@ -375,6 +380,7 @@ def test_a_module_with_several_results_of_an_operator_is_explained(
     assert "holds mlp.experts.gate_up_proj as" in capsys.readouterr().out
 
 
+@pytest.mark.costly
 def test_outputs_without_a_loss_equal_the_models() -> None:
     file = example_file("mixtral")
     program = gp.export(file.model, (), {"input_ids": file.kwargs["input_ids"]}, mode="infer")

@@ -22,15 +22,16 @@ from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
 from graphpar.passes.normalize.graph_matching import sizes
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.linear_bias import separate_biases
-from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import search
-from graphpar.passes.sharding.shard import lower, shard
+from graphpar.passes.sharding.shard import shard
 from graphpar.runtime.layout import Shard
 from graphpar.verification import verify_all
-from tests.programs import example, norms_pinned
+from tests.tools.programs import example, norms_pinned
 
 MOVES = {row.function for row in TABLE}
 
@@ -38,7 +39,7 @@ MOVES = {row.function for row in TABLE}
 def moved_in(program: Program, plan: Plan) -> dict[str, Counter[str]]:
     """How often each transition stands in each block of the lowered program, and in the root (``""``)."""
     sharding = plan.sharding
-    local = lower(prepared(program.at_batch(plan.microbatch_size), sharding.variants, sharding.points), sharding)
+    local = lower(prepared(program, sharding, plan.microbatch_size), sharding)
     graphs = {"": local.graph} | {name: block.graph for name, block in local.blocks.items()}
     return {
         name: Counter(operator_name(node) for node in graph.nodes if operator_name(node) in MOVES)
@@ -59,6 +60,7 @@ def weights_in(plan: Plan, prefix: str) -> dict[str, str]:
 # ---- Megatron's placement, unasked -----------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("degree", [2, 8])
 @pytest.mark.sampled(1 / 2)
 def test_llama_3_8b(degree: int) -> None:
@@ -142,6 +144,7 @@ def llama(heads: int = 6, vocab: int = 96) -> Program:
 WHOLE_ATTENTION = {"model.layers.*.self_attn": "replicate"}
 
 
+@pytest.mark.costly
 def test_heads_that_a_degree_does_not_divide_are_refused() -> None:
     with pytest.raises(
         GraphparError,
@@ -192,6 +195,7 @@ def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize(
     ("sizes", "mesh"),
@@ -205,6 +209,7 @@ def test_uneven_heads_and_vocabularies_are_exact(sizes: dict[str, int], mesh: di
     assert result.ok, result.max_error
 
 
+@pytest.mark.costly
 def test_a_vocabulary_of_50257_is_padded_over_three() -> None:
     program = example("gpt2")
     plan = gp.plan(program, mesh={"tp": 3})
@@ -253,6 +258,7 @@ def test_a_memory_that_nothing_fits() -> None:
         search(problem, Workload(4, 1, memory_limit=1e4), ShardingCosts())
 
 
+@pytest.mark.costly
 def test_a_plan_with_pinned_modules_survives_its_file() -> None:
     """One instance of the block is pinned in another way, so it has a definition of its own."""
     pins: dict[str, Any] = {
@@ -315,9 +321,9 @@ def _rows(coupled: bool = False) -> gp.Program:
     [
         ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
         ({"up.weight": "R@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
-        ({"up": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is whole on the 2 ranks of dp_shard"),
+        ({"up": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is replicated on the 2 ranks of dp_shard"),
         ({"up.weight": "S(0)@dp_replicate"}, {"mesh": {"dp_replicate": 2}}, "the 2 ranks of dp_replicate compute with it"),
-        ({"norm": {"inputs": ["S(1)@dp_shard"]}}, {"mesh": {"dp_shard": 2}}, "rows of their own"),
+        ({"norm": {"inputs": ["S(1)@dp_shard"]}}, {"mesh": {"dp_shard": 2}}, "take different rows"),
         ({"norm": "sequence"}, {"mesh": {"tp": 2}}, r"whose 2 dims .* have no sequence"),
         ({}, {"mesh": {"cp": 2}}, r"no matrix product of Rows has one; its inputs are x \[8, 16\]"),
     ],
@@ -369,6 +375,7 @@ def test_a_pin_over_an_axis_of_one_rank_is_told() -> None:
     assert not gp.plan(_rows(), mesh={"tp": 2}, shard_plan=pins).warnings
 
 
+@pytest.mark.costly
 def test_heads_that_do_not_divide_are_told_however_little_they_compute() -> None:
     config = LlamaConfig(
         vocab_size=96, hidden_size=384, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=4,

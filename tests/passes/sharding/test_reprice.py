@@ -11,15 +11,14 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.ir.program import Program, operator_name
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.sharding.costs import Workload
-from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import search
-from graphpar.passes.sharding.shard import lower
 from graphpar.passes.sharding.solution import sharding_of
-from tests.passes.sharding.test_search import MODELS, small
-from tests.programs import example
-from tests.repricing import Repricing
-from tests.samples import drawn
+from tests.passes.sharding.test_search import MODELS, of_example, small
+from tests.tools.programs import example
+from tests.tools.repricing import Repricing
+from tests.tools.samples import drawn
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "tp": 2})
 EXAMPLES = ("bert", "gpt", "gpt2_tiny", "llama", "mixtral", "t5", "transformer", "two_towers", "vit")
@@ -27,7 +26,7 @@ EXAMPLES = ("bert", "gpt", "gpt2_tiny", "llama", "mixtral", "t5", "transformer",
 
 @functools.cache
 def ready(name: str) -> Program:
-    return small(name) if name in MODELS else prepared(example(name), {}, ())
+    return small(name) if name in MODELS else of_example(example(name))
 
 
 def found(
@@ -39,6 +38,7 @@ def found(
     return sharding, Repricing(lower(program, sharding), degrees, workload, costs)
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize(
     ("name", "degrees"), drawn([(name, mesh) for name in (*MODELS, *EXAMPLES) for mesh in MESHES], 14, 18)
 )
@@ -52,7 +52,11 @@ def test_the_program_costs_what_the_search_said(name: str, degrees: dict[str, in
             assert total[part] == pytest.approx(seconds, rel=1e-6, abs=1e-15), part
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tp": 2}, *(pytest.param(each, marks=pytest.mark.costly) for each in ({"tp": 4}, {"cp": 2, "tp": 2}))],
+    ids=str,
+)
 def test_sums_of_gradients_that_products_hide_cost_what_the_program_does(degrees: dict[str, int]) -> None:
     """Norms stand before all products of this model, so each reads what no other operator does."""
     slow = ShardingCosts(flops_per_s=1e12)  # every sum is shorter than the products beside it

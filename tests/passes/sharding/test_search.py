@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 import graphpar as gp
 from graphpar.ir.program import Program
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.rank_passes import prepared
 from graphpar.passes.sharding import search as passes_search
 from graphpar.passes.sharding.costs import Workload
-from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import Problem, build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.runtime.layout import I, R, Shard
-from tests.search_reference import eliminated, integer
+from tests.tools.search_reference import eliminated, integer
 
 WIDTH, VOCAB, LENGTH = 16, 32, 8
 
@@ -196,9 +197,14 @@ def export(model: nn.Module) -> Program:
     return gp.export(model, (torch.zeros(2, LENGTH, WIDTH),))
 
 
+def of_example(program: Program) -> Program:
+    """The program that is searched, at the rows of the example and without pins."""
+    return prepared(program, Sharding(), program.batch)
+
+
 @functools.cache
 def small(name: str) -> Program:
-    return prepared(export(MODELS[name]()), {}, ())
+    return of_example(export(MODELS[name]()))
 
 
 def workload_of(problem: Problem, rows: int) -> Workload:
@@ -208,6 +214,7 @@ def workload_of(problem: Problem, rows: int) -> Workload:
 # ---- the search finds the best of all combinations ---------------------------------------------------------------
 
 
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 8}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_on_one_axis_no_combination_of_choices_is_cheaper(name: str, degrees: dict[str, int], exact_ties: None) -> None:
@@ -292,7 +299,7 @@ class Drawn(nn.Module):
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([{"tp": 2}, {"tp": 4}, {"cp": 2}]), st.sampled_from([2, 4096]))
-@pytest.mark.sampled(1 / 2, of="programs that are drawn")
+@pytest.mark.costly
 def test_drawn_models_are_solved_exactly(seed: int, degrees: dict[str, int], rows: int) -> None:
     model = Drawn(seed)
     assume(model(torch.zeros(1, 2, WIDTH)).requires_grad)  # else there is nothing to train
@@ -305,7 +312,7 @@ def test_a_block_of_the_input_and_of_its_own_result_is_solved_exactly() -> None:
 
 
 def check_solved(model: nn.Module, degrees: dict[str, int], rows: int) -> None:
-    problem = build_problem(prepared(export(model), {}, ()), degrees)
+    problem = build_problem(of_example(export(model)), degrees)
     workload = workload_of(problem, rows)
     tie_break, passes_search._TIE_BREAK = passes_search._TIE_BREAK, 0.0
     try:

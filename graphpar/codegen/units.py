@@ -1,0 +1,284 @@
+"""Print the functions that name the units of a stage: those of sharded state, and blocks that run again in the backward.
+
+ZeRO-2 and 3                                 ZeRO-1                                       recomputation
+
+for layer in stage.model.layers.values():    return [                                     for layer in stage.model.layers.values():
+    fully_shard(layer, **options)                *stage.model.layers.values(),                recompute(layer)
+fully_shard(stage, **options)                    stage,
+                                             ]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from graphpar.codegen.attributes import Tree, reference
+from graphpar.codegen.classes import docstring
+from graphpar.codegen.formatting import wrapped
+from graphpar.codegen.stage_printer import loop_variable
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.stage import Stage
+from graphpar.runtime.option_kinds import share_of
+from graphpar.text import is_below
+
+SHARDED_UNITS, OPTIMIZER_UNITS, RECOMPUTED_UNITS = "fully_shard_units", "optimizer_units", "recompute_units"
+"""The functions that are printed."""
+RECOMPUTING = ("recompute", "recompute_selectively", "recompute_but")
+"""The functions of ``recomputation.py``."""
+GATHERING = ("gather_again",)
+"""The functions of ``gathering.py``."""
+
+
+# ---- which modules are units -----------------------------------------------------------------------------------
+
+
+def units_of(program: Program, stage: Stage) -> list[str]:
+    """Return the block instances of a stage that are units of their own.
+
+    A block stays in the stage's own unit where others read its parameters, which are gathered only while it runs.
+    """
+    read = {str(node.target) for node in stage.graph.nodes if node.op == "get_attr"}
+
+    def own(path: str) -> bool:
+        held = [name for name in program.parameters if is_below(name, path)]
+        tied = {other for name in held for other in program.tie_of(name)}
+        return bool(held) and tied <= set(held) and not read & set(held)
+
+    return [path for path in dict.fromkeys(_calls(stage)) if own(path)]
+
+
+def _calls(stage: Stage) -> list[str]:
+    """Return the blocks that a stage calls, in its order."""
+    return [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
+
+
+def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
+    """Return the parameters of which a rank of dp_shard and cp stores a shard, under every name of a tie.
+
+    Whole on every rank stay those without a dim to divide or without elements, and in a unit of several dtypes those that are not of
+    its largest, since a unit is gathered in one message.
+    """
+    found: set[str] = set()
+    for names in parameters_of_units(program, stages).values():
+        sizes: dict[Any, int] = {}
+        for info in map(program.parameters.__getitem__, names):
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        largest = max(sizes, key=sizes.__getitem__)
+        for name in names:
+            info = program.parameters[name]
+            if info.shape and info.nbytes and info.dtype == largest:
+                found.update(program.tie_of(name))
+    return frozenset(found)
+
+
+def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[str, list[str]]:
+    """Return the names of each unit's parameters, by the path of its module; "" is the rest of all stages."""
+    unit_of: dict[str, str] = {}
+    for stage in stages:
+        for path in units_of(program, stage):
+            unit_of |= {name: path for name in program.parameters if is_below(name, path)}
+    found: dict[str, list[str]] = {}
+    for name in program.parameters:
+        found.setdefault(unit_of.get(name, ""), []).append(name)
+    return found
+
+
+def gathered_in_turn(program: Program, stage: Stage) -> list[str]:
+    """Return the units of a stage that can be gathered ahead, in order: those that its forward calls once, so that it is known what
+    comes after them."""
+    calls, units = _calls(stage), units_of(program, stage)
+    return [path for path in calls if path in units and calls.count(path) == 1]
+
+
+# ---- sharded state ---------------------------------------------------------------------------------------------
+
+
+def units_function(
+    tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = (), once: Collection[str] = ()
+) -> str:
+    """Print the function; ``tree`` is the stage's.
+
+    Args:
+        order: of the units that are gathered ahead.
+        once: units without a backward.
+    """
+    kept = plan.reshard == "never" or (plan.reshard == "default" and plan.mesh.pp > 1)
+    when = "its forward and again for its backward"
+    if kept or plan.zero == 2:
+        when = "its forward, and kept until its backward is done"
+    if (kept and plan.mesh.pp > 1) or plan.zero == 2:
+        when = "the first microbatch, and kept until the last one's backward is done"
+    if isinstance(plan.reshard, int):
+        when += f", and shared by {plan.reshard} ranks in between"
+    what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
+    summary = f"ZeRO-{plan.zero} over {plan.mesh.state_text} (FSDP2). {what}; a unit is gathered for {when}."
+    if plan.prefetch == "none":
+        summary += " No unit is gathered before it is needed."
+    elif plan.prefetch is not None:
+        point = "before a unit computes" if plan.prefetch == "pre" else "when a unit has computed"
+        many = "is" if plan.prefetch_distance == 1 else f"{plan.prefetch_distance} are"
+        summary += f" In the backward the next {many} gathered {point}."
+    returned = "list[nn.Module]" if plan.prefetch == "post" else "None"
+    lines = [f"def {SHARDED_UNITS}(stage: nn.Module, **options: Any) -> {returned}:", *docstring(summary)]
+    lines += [*_for_each(tree, units, "fully_shard({}, **options)".format), "    fully_shard(stage, **options)"]
+    if plan.prefetch is not None:
+        again = [path for path in order if path not in once]
+        lines += _gathered_ahead(tree, order, again, [path for path in units if path not in order], plan)
+    return "\n".join(lines) + "\n"
+
+
+def _gathered_ahead(
+    tree: Tree, order: Sequence[str], again: Sequence[str], others: Sequence[str], plan: Plan
+) -> list[str]:
+    """The statements that set FSDP2's lists.
+
+    An empty list for the backward means FSDP2's own order, so a unit that is to gather no other names itself, which is gathered.
+
+    Args:
+        again: those of ``order`` that have a backward.
+        others: units of several uses.
+    """
+    lines = wrapped(f"units = [{', '.join(['stage', *_elements(tree, order)])}]", "    ")
+    lines = ["    # In the order of the forward.", *lines]
+    reverse = "units[:0:-1]"
+    if len(again) < len(order):
+        lines += [
+            "    # Those that have a backward.",
+            *wrapped(f"trained = [{', '.join(_elements(tree, again))}]", "    "),
+        ]
+        reverse = "trained[::-1]"
+    after, itself = f"i + 1 : i + {1 + plan.prefetch_distance}", "set_modules_to_backward_prefetch([{unit}])"
+    if plan.prefetch == "pre":
+        lines += [
+            "    for i, unit in enumerate(units):",
+            f"        unit.set_modules_to_forward_prefetch(units[{after}])",
+            f"    backward = [stage, *{reverse}]",
+            "    for i, unit in enumerate(backward):",
+            f"        unit.set_modules_to_backward_prefetch(backward[{after}] or [unit])",
+        ]
+    else:
+        lines += ["    for unit in units:", f"        unit.{itself.format(unit='unit')}"]
+    lines += [
+        f"    {text}.{itself.format(unit=text)}" for text in (_of_stage(reference(tree, path)) for path in others)
+    ]
+    return [*lines, f"    return [stage, *{reverse}]"] if plan.prefetch == "post" else lines
+
+
+def _elements(tree: Tree, order: Sequence[str]) -> Iterator[str]:
+    """Yield the units in this order as elements of a list, all children of a container as one."""
+    for _, group in itertools.groupby(order, lambda path: path.rpartition(".")[0]):
+        for text, loop in _modules_of(tree, list(group)):
+            yield f"*{text}" if loop else text
+
+
+def optimizer_units_function(tree: Tree, units: Sequence[str], over: str) -> str:
+    """Print the function that returns the units of ZeRO-1 ``over`` axes; ``tree`` is the stage's."""
+    what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
+    how = "its gradients are summed together, and it waits for its new values when it is entered"
+    summary = f"ZeRO-1 over {over}. {what}: {how}."
+    lines = [f"def {OPTIMIZER_UNITS}(stage: nn.Module) -> list[nn.Module]:", *docstring(summary), "    return ["]
+    lines += [f"        *{text}," if loop else f"        {text}," for text, loop in _modules_of(tree, units)]
+    return "\n".join([*lines, "        stage,", "    ]"]) + "\n"
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------
+
+_KEPT = {
+    "selective": "what enters it and what recompute_selectively names (recomputation.py)",
+    "full": "only what enters it",
+}
+_BUDGET = "what enters it and the listed results, in all at most {:.0%} of what it would keep otherwise"
+
+
+def recomputed_in(stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]) -> dict[str, Recomputation]:
+    """Return those of ``recomputed`` that ``stages`` run, in their order."""
+    calls = dict.fromkeys(path for stage in stages for path in _calls(stage))
+    return {path: recomputed[path] for path in calls if path in recomputed}
+
+
+def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) -> str:
+    """Print the function; ``tree`` is the stage's, ``recomputed`` its blocks by path."""
+    used = dict.fromkeys(how.kind for how in recomputed.values())
+    kept = [f"a block keeps {_KEPT.get(kind) or _BUDGET.format(share_of(kind))}" for kind in used if kind != GATHERS]
+    parts = [f"{'; or '.join(kept)}, and runs its forward again in the backward"] if kept else []
+    parts += ["a block keeps the shards of what it gathers, and gathers again in the backward"] * (GATHERS in used)
+    what = f"{'; or '.join(parts)}."
+    lines = [f"def {RECOMPUTED_UNITS}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
+    for how, paths in _runs(recomputed):
+        lines += _for_each(tree, paths, partial(_call, how))
+    return "\n".join(lines) + "\n"
+
+
+def _call(how: Recomputation, module: str) -> str:
+    names = ", ".join(f'"{name}"' for name in how.writes)
+    written = f", writes=({names}{',' * (len(how.writes) == 1)})" if names else ""
+    if how.kind == GATHERS:
+        return f"gather_again({module})"
+    if how.kind == "selective":
+        return f"recompute_selectively({module}{written})"
+    if not how.calls:
+        return f"recompute({module}{written})"
+    kept = ", ".join(f'"{name}": {numbers}' for name, numbers in how.calls.items())
+    return f"recompute_but({module}, {{{kept}}}{written})"
+
+
+def _runs(recomputed: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
+    """Yield blocks that are recomputed alike and follow each other."""
+
+    def alike(path: str) -> Any:
+        how = recomputed[path]
+        return how.kind, repr(how.calls), how.writes
+
+    for _, run in itertools.groupby(recomputed, key=alike):
+        paths = list(run)
+        yield recomputed[paths[0]], paths
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------
+
+_TAKEN = ("stage", "options", "units", "unit", "trained", "backward", "i", "nn", "torch")
+"""Names in the functions that loop over modules."""
+
+
+def _modules_of(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield how a function refers to modules of a stage: one, or children of a container that follow each other, then with the
+    variable of a loop over them.
+    """
+    by_parent: dict[str, list[str]] = {}
+    for path in units:
+        parent, _, name = path.rpartition(".")
+        by_parent.setdefault(parent, []).append(name)
+    for parent, names in by_parent.items():
+        container = tree.at(parent)
+        assert container is not None
+        children = list(container.children)
+        first = children.index(names[0])
+        alike = names == children or (len(names) > 2 and children[first : first + len(names)] == names)
+        if len(names) > 1 and container.keyed() and alike:
+            text = f"{_of_stage(reference(tree, parent)) if parent else 'stage'}.values()"
+            if names != children:
+                after = first + len(names)
+                text = f"list({text})[{first or ''}:{after if after < len(children) else ''}]"
+            name = loop_variable(parent)
+            yield text, "block" if name in _TAKEN else name
+        else:
+            for name in names:
+                yield _of_stage(reference(tree, f"{parent}.{name}" if parent else name)), None
+
+
+def _of_stage(text: str) -> str:
+    """A reference from outside of the class."""
+    return text.replace("self", "stage", 1) if not text.startswith("getattr(") else text.replace("(self", "(stage")
+
+
+def _for_each(tree: Tree, units: Sequence[str], call: Callable[[str], str]) -> Iterator[str]:
+    """Yield the lines that call a function for each module."""
+    for text, variable in _modules_of(tree, units):
+        if variable:
+            yield f"    for {variable} in {text}:"
+        yield from wrapped(call(variable or text), "        " if variable else "    ")

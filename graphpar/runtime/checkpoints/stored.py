@@ -1,0 +1,245 @@
+"""What a rank's part of a program holds: given its first values, loaded and saved, by itself or as a checkpoint.
+
+initialise, load_weights ──► parameters and buffers of this rank's stages ──► state_dict, save_weights
+save_checkpoint, with the optimizer's state, the seed and the steps done ──► load_checkpoint, resume, under any plan
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphpar.runtime.checkpoints import checkpoint
+from graphpar.runtime.checkpoints.adapters import Adapters
+from graphpar.runtime.checkpoints.folders import is_in
+from graphpar.runtime.checkpoints.saved_state import State
+from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
+from graphpar.runtime.distributed import agreed, gather_objects
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.stages.batches import Feed
+from graphpar.runtime.stages.initialise import initial_values, model_of
+from graphpar.runtime.stages.loss_scale import LossScale
+from graphpar.runtime.state.gradients import Gradients
+from graphpar.runtime.state.own_optimizers import Optimizers
+from graphpar.runtime.state.parameters import Replicated
+from graphpar.runtime.state.replicas import check_replicas
+
+WEIGHTS = Path("weights") / "model.safetensors"
+
+
+class Stored:
+    """The values of this rank's stages. :class:`~graphpar.runtime.pipeline.Pipeline` gives it what it stores, and runs it."""
+
+    program: Manifest
+    groups: Groups
+    stages: Sequence[nn.Module]
+    device: torch.device
+    seed: int
+    steps_done: int
+    has_last_stage: bool
+    _feed: Feed
+    _gradients: Gradients
+    _optimizers: Optimizers
+    _parameters: Replicated
+    _saver: checkpoint.Saver
+    _scale: LossScale
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the one rank that should print the loss: the first of those that hold the last stage."""
+        others = (index for axis, index in self.groups.place.items() if axis != "pp")
+        return self.has_last_stage and not any(others)
+
+    # Weights
+
+    def initialise(self, build: Callable[[], nn.Module] | None = None) -> None:
+        """Give this rank's parameters and buffers the values that the model has when it is built on one device with this seed.
+
+        No rank has the whole model in memory, or draws the weights of other stages; those of its own it draws with the ranks of an
+        axis: see :func:`~graphpar.runtime.stages.initialise.initial_values`. A collective call.
+
+        Args:
+            build: makes the model; by default the ``model`` of the model file that the program was compiled from.
+
+        Raises:
+            RuntimeProgramError: the program doesn't know its model file, or ``build`` makes another model.
+        """
+        self._check_unmerged("initialise")
+        self.synchronize()
+        with agreed():
+            names, group = held_names(self.stages, self.program), self.groups.largest()
+            values = initial_values(build or model_of(self.program), self.seed, names, group, self.device)
+            fill_all(self.stages, values, self.program, self.groups.place)
+            self._parameters.written()
+        with agreed():
+            check_replicas(self.stages, self.program, self.groups)
+
+    def load_weights(self, path: str | Path | None = None, *, strict: bool = True) -> None:
+        """Load parameters and persistent buffers from a safetensors file or a folder of shards.
+
+        By default from the program's own ``weights/model.safetensors``, or where it has none as :meth:`initialise` makes them.
+        A file of the base model, which has no adapters, leaves these as they begin.
+        The file has whole tensors; each rank takes its shard. A collective call: all ranks fail if one does. ``strict=False``
+        ignores what no stage takes.
+
+        Raises:
+            RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
+                same values loaded different ones.
+        """
+        self._check_unmerged("load_weights")
+        has_own = path is not None or any(gather_objects((self.program.folder / WEIGHTS).exists()))
+        if not has_own and self.program.model_file is not None:
+            self.initialise()
+            return
+        source = self.program.folder / WEIGHTS if path is None else Path(path)
+        with agreed():
+            if path is None and not source.exists():
+                raise RuntimeProgramError(no_weights(self.program))
+        self.synchronize()
+        load_all(self.stages, source, self.program, self.groups, lambda: self.adapters.draw(self.seed), strict=strict)
+        self._parameters.written()
+        with agreed():
+            check_replicas(self.stages, self.program, self.groups)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write the whole model's parameters and persistent buffers into one safetensors file; a collective call.
+
+        Each rank writes its shards beside ``path``, on a disk that all machines share; rank 0 joins them, one tensor at a time.
+        The keys are those of the user's model, so ``model.load_state_dict(load_file(path))`` works.
+        """
+        self._check_unmerged("save_weights")
+        self._save_whole(Path(path), lambda stored: write_whole(stored, path, self.program.ties), None)
+
+    def _save_whole(
+        self, path: Path, join: Callable[[Mapping[str, Unread]], object], names: Collection[str] | None
+    ) -> None:
+        checkpoint.save_whole(self._saver, self._state(None), path, join, names)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and persistent buffers (its shards of them), by the user's names.
+
+        At ZeRO level 1 a collective call: see :meth:`synchronize`.
+        """
+        self.synchronize()
+        return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+
+    def synchronize(self) -> None:
+        """Wait until the parameters of this rank have the values that other ranks' optimizers gave them (ZeRO level 1).
+
+        A collective call there: values may still have to be sent. Elsewhere there is nothing to wait for.
+        """
+        self._parameters.settle()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank updates, with the names that the model's ``named_parameters()`` gives them.
+
+        Each copy that stages share has the first name of its tie. At ZeRO level 1 these are the rank's own (or 1-D slices of parameters).
+        Where none is trained, an empty parameter that is follows, since optimizers want one.
+        """
+        return self._optimizers.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that this rank updates, as an optimizer takes them."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    @functools.cached_property
+    def adapters(self) -> Adapters:
+        """The model's low-rank adapters: to save, load and merge them."""
+        return Adapters(
+            self.stages, self.program, self.groups, self.synchronize, self._parameters.written, self._save_whole
+        )
+
+    def _check_unmerged(self, what: str) -> None:
+        if self.program.adapters:
+            self.adapters.check_apart(what)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        data: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Save weights, optimizer state and ``step`` between two steps, for programs of any plan; a collective call.
+
+        Each rank writes a part. The folder ``path`` appears when it is whole; then the file ``latest`` beside it names it.
+
+        Args:
+            path: a folder beside other checkpoints, such as ``ckpt/100``, on a disk that all machines share.
+            optimizer: that of this rank.
+            step: number of the last step that was taken.
+            data: position in the data, or whatever else is to be kept as JSON: that of rank 0.
+            keep: remove all but this many of the last checkpoints.
+            wait: False: copy what is saved and write it while training goes on. An error is then raised by the next call that saves
+                or loads, or by ``close``.
+
+        Raises:
+            RuntimeProgramError: it can't be saved, gradients are yet to be reduced, or ranks that update the same parameters have made
+                them different.
+        """
+        self._check_unmerged("save_checkpoint")
+        self._saver.wait()
+        with agreed():
+            self._gradients.check_reduced("save_checkpoint")
+        self._gradients.check_copies()
+        state = self._state(optimizer)
+        progress = checkpoint.Progress(self.seed, self.steps_done, self._scale, self._optimizers.schedule_of(optimizer))
+        checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, wait=wait)
+
+    def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
+        """Load what a program of this model has saved, under any plan and from any number of ranks; a collective call.
+
+        The seed, the count of steps and the loss scale become those of the checkpoint, too.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints: the latest.
+            optimizer: that of this rank, of the same kind; its hyperparameters become those of the checkpoint. Without one the
+                weights alone are loaded.
+
+        Raises:
+            RuntimeProgramError: there is no checkpoint, it is damaged, or it does not fit the program or the optimizer: the message
+                lists tensors that are missing, unexpected or of other shapes. Then nothing is changed.
+        """
+        self._check_unmerged("load_checkpoint")
+        self._saver.wait()
+        loaded, progress = checkpoint.load(self._state(optimizer), path)
+        if self.program.scales_loss and progress.scale.value != 1.0:
+            self._scale.take(progress.scale)
+        self.seed = self._feed.seed = progress.seed
+        self.steps_done = progress.steps_done
+        if optimizer is not None and progress.schedule is not None:
+            self._optimizers.loaded(optimizer, progress.schedule, loaded.step)
+        return loaded
+
+    def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
+        """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call."""
+        if not any(gather_objects(is_in(path))):
+            return None
+        requested = self._settings(optimizer)
+        loaded = self.load_checkpoint(path, optimizer)
+        for name, value in self._settings(optimizer).items() if self.reports else ():
+            if value != requested[name]:
+                print(f"{name}: {value}, that of the checkpoint, not {requested[name]}", flush=True)
+        return loaded
+
+    def _settings(self, optimizer: Optimizer | None) -> dict[str, object]:
+        """What a checkpoint replaces of what was asked for, by name."""
+        return {"seed": self.seed, "learning rate": self._optimizers.rates(optimizer)}
+
+    def _state(self, optimizer: Optimizer | None) -> State:
+        self.synchronize()
+        with agreed():
+            return self._optimizers.state(optimizer)

@@ -1,0 +1,1 @@
+"""What tests and doubts look with: events, delays, what a step left behind, float64."""

@@ -1,0 +1,1 @@
+"""Tokens one after the other: prompts, sampling, and the ranks' part in it."""

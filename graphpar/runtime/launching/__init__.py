@@ -1,0 +1,1 @@
+"""Processes: torchrun as a child, jobs of verification, command lines of emitted scripts."""

@@ -1,0 +1,1 @@
+"""The stage modules of a rank: built, compiled, and run over microbatches."""

@@ -1,0 +1,228 @@
+"""``torch.compile`` of a program's blocks.
+
+    block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
+
+A block is compiled whole, with the collectives in it, and once for all its instances. Where torch can't follow it, as into a user's own
+operator without a fake kernel, it is refused: parts of a block between which Python runs gain little, and nobody would see why.
+
+    keep_mask(shape, p, keys)   ──►  graphpar::keep_mask     opaque: its whole numbers wrap around, which inductor's bounds don't know
+    random_bits(shape, keys)    ──►  graphpar::random_bits   the same
+    grouped_mm in fp32          ──►  shapes of its results; torch 2.13 has them for bf16 alone
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.stages.dropout import KERNEL
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
+
+WHOLE = ("none", "full")
+"""What compiled blocks may recompute."""
+
+
+def backend_of(compile: bool | str) -> str | None:
+    """Return the backend that is meant; None: blocks run as they are."""
+    return ("inductor" if compile else None) if isinstance(compile, bool) else compile
+
+
+def splits_backwards(schedule: str, cells: Iterable[str | None]) -> bool:
+    """Whether a schedule, whose table has ``cells``, if any, runs the two halves of a backward apart."""
+    known = SCHEDULES.get(schedule)
+    return (known is not None and known.splits_backward) or any("W" in cell for cell in cells if cell)
+
+
+def obstacle(
+    schedule: str, cells: Iterable[str | None], recompute: object, offload: Collection[str] = ()
+) -> str | None:
+    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute and ``offload`` to
+    the host."""
+    if splits_backwards(schedule, cells):
+        return (
+            f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
+            "schedule, such as 1F1B, or leave compile out"
+        )
+    kinds = recompute.values() if isinstance(recompute, Mapping) else [recompute]
+    other = next((kind for kind in kinds if kind not in WHOLE), None)
+    if other is not None:
+        return (
+            f"recompute={other} is about results of single operators, which compiled blocks do not have; compile the model with "
+            "recompute=full or none, or leave compile out"
+        )
+    if "activations" in offload:
+        return "offload=activations with compiled blocks is not supported yet; leave one of them out"
+    return None
+
+
+def check_compiles(program: Manifest, backend: str, device: torch.device) -> None:
+    """Check that the blocks of ``program`` can be compiled.
+
+    Raises:
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part, or
+            attention draws its dropout by a kernel.
+    """
+    if program.dropout == KERNEL:
+        raise RuntimeProgramError(
+            "dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; leave compile out, or compile "
+            "the model without --dropout kernel"
+        )
+    backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
+    if backend not in backends:
+        raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
+    if not COMPILES_COLLECTIVES and (program.folder / "collectives.py").is_file():
+        raise RuntimeProgramError(
+            f"torch {torch.__version__} loses collectives in blocks that it compiles; use torch 2.13 or later, or leave compile out"
+        )
+    cells = (cell for row in (program.actions or {}).values() for cell in row)
+    reason = obstacle(program.schedule, cells, program.recompute, program.offload)
+    if reason is not None:
+        raise RuntimeProgramError(reason)
+    if backend == "inductor" and device.type == "cpu":
+        from torch._inductor import cpp_builder
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except Exception as error:
+            raise RuntimeProgramError(
+                f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
+            ) from error
+
+
+def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
+    """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
+    know_grouped_products()
+    streams = sys.modules.get(f"{package}.random_streams")
+    if streams is not None:
+        hide_draws(streams)
+    for module in list(blocks(stage, package)) or [stage]:
+        module.forward = _whole(module, backend)  # type: ignore[method-assign]
+
+
+def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
+    """Compile the forward of ``module`` as one graph; it is compiled when it is first called.
+
+    Raises:
+        RuntimeProgramError: (the function that is returned) it can't be.
+    """
+    compiled = torch.compile(module.forward, fullgraph=True, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            raise RuntimeProgramError(
+                f"torch.compile can't compile {type(module).__name__} as one graph; leave compile out, or change the code that it can't "
+                f"trace (a custom operator needs torch.library.register_fake): {error}"
+            ) from error
+
+    return forward
+
+
+def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
+    """Yield the outermost modules in ``module`` of classes that the emitted ``blocks.py`` has."""
+    for child in module.children():
+        if any(
+            kind.__module__ == f"{package}.blocks" for kind in type(child).__mro__
+        ):  # FSDP2 makes classes of its own
+            yield child
+        else:
+            yield from blocks(child, package)
+
+
+ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
+_PLAIN: dict[tuple[str, str], Callable[..., Tensor]] = {}
+"""The emitted ``keep_mask`` and ``random_bits`` of each ``random_streams``, by the module's and its own name."""
+
+
+@torch.library.custom_op("graphpar::keep_mask", mutates_args=())
+def _keep_mask(
+    streams: str, shape: Sequence[int], p: float, keys: Tensor, batch_dim: int, sharded: Sequence[int]
+) -> Tensor:
+    return _PLAIN[streams, "keep_mask"](list(shape), p, keys, batch_dim, list(_dims_from_numbers(sharded)))
+
+
+@_keep_mask.register_fake
+def _(streams: str, shape: Sequence[int], p: float, keys: Tensor, batch_dim: int, sharded: Sequence[int]) -> Tensor:
+    return keys.new_empty(shape, dtype=torch.bool)
+
+
+@torch.library.custom_op("graphpar::random_bits", mutates_args=())
+def _random_bits(
+    streams: str, shape: Sequence[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[int]
+) -> Tensor:
+    return _PLAIN[streams, "random_bits"](list(shape), keys, batch_dim, list(_dims_from_numbers(sharded)))
+
+
+@_random_bits.register_fake
+def _(streams: str, shape: Sequence[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[int]) -> Tensor:
+    return keys.new_empty(shape)
+
+
+def hide_draws(streams: ModuleType) -> None:
+    """Make the emitted ``random_streams`` draw masks and bits in operators of their own, which compute as before."""
+    name = streams.__name__
+
+    def keep_mask(
+        shape: list[int], p: float, keys: Tensor, batch_dim: int, sharded: Sequence[ShardedDim] = ()
+    ) -> Tensor:
+        mask: Tensor = _keep_mask(name, shape, p, keys, batch_dim, _dims_as_numbers(sharded))
+        return mask
+
+    def random_bits(
+        shape: list[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[ShardedDim] = ()
+    ) -> Tensor:
+        bits: Tensor = _random_bits(name, shape, keys, batch_dim, _dims_as_numbers(sharded))
+        return bits
+
+    for hidden in (keep_mask, random_bits):
+        plain = getattr(streams, hidden.__name__, None)
+        if plain is not None and plain.__module__ != __name__:
+            _PLAIN[name, hidden.__name__] = plain
+            setattr(streams, hidden.__name__, hidden)
+
+
+def _dims_as_numbers(sharded: Sequence[ShardedDim]) -> list[int]:
+    """Sharded dims as an operator takes them: dim, rank, ranks, number of parts, parts."""
+    numbers: list[int] = []
+    for dim, rank, ranks, *runs in sharded:
+        parts = runs[0] if runs else ()
+        numbers += [dim, rank, ranks, len(parts), *parts]
+    return numbers
+
+
+def _dims_from_numbers(numbers: Sequence[int]) -> Iterator[ShardedDim]:
+    at = 0
+    while at < len(numbers):
+        dim, rank, ranks, count = numbers[at : at + 4]
+        at += 4 + count
+        yield (dim, rank, ranks, tuple(numbers[at - count : at])) if count else (dim, rank, ranks)
+
+
+def know_grouped_products() -> None:
+    """Tell torch the shapes of ``grouped_mm`` in every dtype that it multiplies; it refuses all but bf16 where it traces."""
+    from torch._meta_registrations import _create_grouped_mm_output_tensor, meta_grouped_mm
+
+    def shaped(
+        rows: Tensor,
+        weights: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if rows.dtype is torch.bfloat16:
+            known: Tensor = meta_grouped_mm(rows, weights, offs, bias, out_dtype)
+            return known
+        made: Tensor = _create_grouped_mm_output_tensor(rows, weights, offs, out_dtype)
+        return made
+
+    torch.library.register_fake("aten::_grouped_mm", shaped, allow_override=True)

@@ -1,0 +1,238 @@
+"""Forward and backward over the microbatches of a step: with a pipeline as torch's schedule orders them, else one after the other.
+
+values of a replica's rows ──► microbatch 0, 1, ... ──► losses ──summed──► this replica's share of the loss
+
+In the forward alone every rank goes through its stages microbatch by microbatch, so that two ranks with several stages each send to and
+receive from each other in the same order (nccl needs that), while other microbatches of the same stage overlap with the neighbours' work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from graphpar.runtime.debugging.events import at
+from graphpar.runtime.debugging.idle import left_in_schedule
+from graphpar.runtime.distributed import gather_tensors
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest, OutputInterface
+from graphpar.runtime.stages.cast_once import CastOnce
+from graphpar.runtime.stages.loss_scale import LossScale
+from graphpar.runtime.stages.modules import StageAdapter, example, keywords
+from graphpar.runtime.stages.schedules import Schedule, ShardedStage, Stage, build_schedule, microbatch
+from graphpar.runtime.stages.split_backward import guard
+from graphpar.runtime.state.parameters import Replicated
+
+
+class Microbatches:
+    """Runs this rank's stages, first to last, in training.
+
+    Args:
+        casts: of each stage, the parameters that it casts.
+
+    Attributes:
+        torch_stages: torch's, one for each; none without a pipeline.
+
+    Raises:
+        RuntimeProgramError: torch refuses the plan's schedule.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageAdapter],
+        casts: Sequence[CastOnce],
+        parameters: Replicated,
+        device: torch.device,
+        scale: LossScale,
+    ) -> None:
+        self._program, self._stages, self._casts = parameters.program, stages, casts
+        self._parameters, self._device, self._scale = parameters, device, scale
+        self.torch_stages: list[PipelineStage] = []
+        self._schedule: Schedule | None = None
+        if self._program.mode == "train" and self._program.pp > 1:
+            self._schedule = self._build_schedule()
+
+    def _build_schedule(self) -> Schedule:
+        kind = ShardedStage if self._program.fully_sharded else Stage
+        self.torch_stages = [
+            kind(
+                stage,
+                stage.interface.index,
+                len(self._program.stages),
+                self._device,
+                input_args=tuple(example(tensor, self._device) for tensor in stage.interface.receives),
+                output_args=self._output_example(stage),
+                group=self._parameters.groups["pp"],
+            )
+            for stage in self._stages
+        ]
+        for torch_stage, stage in zip(self.torch_stages, self._stages):
+            guard(torch_stage, whole=stage.interface.recomputes or "activations" in self._program.offload)
+        return build_schedule(self._program, self.torch_stages, self._scale.share_of_loss)
+
+    def _output_example(self, stage: StageAdapter) -> tuple[Tensor, ...]:
+        if stage.interface.sends:
+            return tuple(example(tensor, self._device) for tensor in stage.interface.sends)
+        loss = self._program.outputs[0]
+        return (torch.empty(loss.shape, dtype=loss.dtype, device=self._device, requires_grad=True),)
+
+    def run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+        """Run all of them; returns the sum of their losses on the ranks of the last stage, else ``None``.
+
+        Args:
+            values: the inputs and counts of this replica's rows.
+            accumulate: leave gradients of sharded state unreduced.
+        """
+        for stage in self._stages:
+            stage.begin()
+        with ExitStack() as step:
+            for casts in self._casts:
+                step.enter_context(casts.step())
+            return (self._alone if self._schedule is None else self._scheduled)(values, accumulate)
+
+    def left(self) -> Iterator[str]:
+        """Say what torch's schedule has not finished."""
+        yield from left_in_schedule(self._schedule, self.torch_stages)
+        for casts in self._casts:
+            yield from casts.left()
+
+    def _alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
+        """All microbatches one after the other, with nothing to send."""
+        (stage,) = self._stages
+        counts = {name: values[name] for name in values if name in self._program.count_names}
+        inputs = {name: values[name] for name in values if name not in counts}
+        losses: list[Tensor] = []
+        last = self._program.microbatches - 1
+        for i in range(self._program.microbatches):
+            at(microbatch=i)
+            self._parameters.begin_microbatch(stage.stage, accumulate=accumulate, last=i == last)
+            loss: Tensor = stage(**keywords({**microbatch(self._program, inputs, i), **counts}))
+            if loss.requires_grad:
+                self._scale.scaled(loss).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _scheduled(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+        """torch's schedule. It wants a target that it can split; the targets are keyword inputs here."""
+        assert self._schedule is not None
+        for stage in self.torch_stages:
+            if isinstance(stage, ShardedStage):
+                stage.begin(reduces=not accumulate)
+        losses: list[Tensor] = []
+        target = torch.zeros(self._program.microbatches, device=self._device)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
+        if self._stages[-1].interface.sends:
+            return None
+        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale.value
+
+
+# ---- the forward alone -------------------------------------------------------------------------------------------
+
+
+def forward_only(
+    program: Manifest, stages: Sequence[StageAdapter], values: Mapping[str, Tensor], groups: Groups
+) -> dict[str, Tensor] | None:
+    """Run every microbatch through this rank's stages.
+
+    Args:
+        program: the plan.
+        stages: this rank's stages, first to last.
+        values: the inputs and counts that they name, for the rows of this replica.
+        groups: of the mesh; stages send to and receive from their neighbours along pp.
+
+    Returns:
+        The outputs by name, joined over microbatches and replicas, on the ranks of the last stage; else ``None``.
+    """
+    counts = {name: value for name, value in values.items() if name in program.count_names}
+    inputs = {name: value for name, value in values.items() if name not in counts}
+    tensors = itertools.chain(values.values(), *(stage.parameters() for stage in stages))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    for stage in stages:
+        stage.begin()
+    sent: list[tuple[dist.Work | None, Tensor]] = []
+    finished: list[tuple[Tensor, ...]] = []
+    for i in range(program.microbatches):
+        given = keywords({**microbatch(program, inputs, i), **counts})
+        local: tuple[Tensor, ...] = ()
+        for stage in stages:
+            received = _receive(program, stage, local, device, groups)
+            output = stage(*received, **given)
+            local = output if isinstance(output, tuple) else (output,)
+            if stage.interface.sends:
+                sent += _send(program, stage, local, groups)
+            else:
+                finished.append(local)
+    for work, _ in sent:
+        if work is not None:
+            work.wait()
+    if not finished:
+        return None
+    outputs = {spec.name: _join(program, spec, parts) for spec, parts in zip(program.outputs, zip(*finished))}
+    replicas = groups["batch"]
+    if replicas is None:
+        return outputs
+    return {
+        spec.name: _join(program, spec, tuple(gather_tensors(outputs[spec.name], replicas))) for spec in program.outputs
+    }
+
+
+def summed(outputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    """Add up the outputs of batches, of which all or none have some."""
+    found = [each for each in outputs if each is not None]
+    return {name: sum(each[name] for each in found[1:]) + found[0][name] for name in found[0]} if found else None
+
+
+@contextmanager
+def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Have all modules in evaluation mode, and then as they were."""
+    modes = {module: module.training for stage in stages for module in stage.modules()}
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _receive(
+    program: Manifest, stage: StageAdapter, local: tuple[Tensor, ...], device: torch.device, groups: Groups
+) -> tuple[Tensor, ...]:
+    index, rank = stage.interface.index, stage.interface.rank
+    if index == 0 or program.stages[index - 1].rank == rank:
+        return local if index else ()
+    received = tuple(example(spec, device).detach() for spec in stage.interface.receives)
+    for tensor in received:
+        dist.recv(tensor, src=groups.rank_at(pp=program.stages[index - 1].rank), group=groups["pp"])
+    return received
+
+
+def _send(
+    program: Manifest, stage: StageAdapter, outputs: tuple[Tensor, ...], groups: Groups
+) -> list[tuple[dist.Work | None, Tensor]]:
+    """Start sending; a tensor must live until its transfer ends."""
+    to = program.stages[stage.interface.index + 1].rank
+    if to == stage.interface.rank:
+        return []
+    after = groups.rank_at(pp=to)
+    return [(dist.isend(tensor, dst=after, group=groups["pp"]), tensor) for tensor in outputs]
+
+
+def _join(program: Manifest, spec: OutputInterface, parts: tuple[Tensor, ...]) -> Tensor:
+    """One output of all microbatches (or replicas): joined along the batch dim, or the sum of the loss shares."""
+    if spec.batch_dim is not None:
+        return torch.cat(parts, dim=spec.batch_dim)
+    if program.mode == "train":
+        return torch.stack(parts).sum(0)
+    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+        raise RuntimeProgramError(
+            f"the output {spec.name} has no batch dim and differs between microbatches or replicas: emit the program with one"
+        )
+    return parts[0]

@@ -1,0 +1,590 @@
+"""Finish gradients: partial gradients of parameters are all-reduced once a step.
+
+A gradient is partial over an axis on which its parameter is stored as R (data parallelism; the norm weights of
+sequence parallelism), and over the copies of a parameter that several stages hold (tied weights). One mechanism:
+
+    before a step        take(): set aside what earlier steps accumulated
+    in the last backward all-reduces over replicas start, a flat bucket at a time, as soon as its gradients are complete
+    after a step         finish(): start those of the other buckets, wait for all, add what was set aside
+    accumulating steps   take(accumulate=True), once for all of them: nothing is summed until a step that is finished
+
+Where a rank updates pieces (ZeRO level 1) gradients are first summed over the ranks that share state, a unit at a time, to those whose
+pieces they are (:mod:`graphpar.runtime.state.zero1`); over other axes and stages the pieces' gradients are summed then, as above.
+
+Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
+ranks of a group. Where a parameter is stored as I, ranks compute its full gradient each, and nothing is summed; on devices whose kernels
+round apart (:data:`~graphpar.runtime.state.replicas.ROUND_APART`) all then take that of the axis's first rank, in flat buckets.
+
+Only groups that no forward or backward uses may start early, which are those over axes of replicas where no operator is
+placed on them. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble
+schedule adds weights' gradients outside autograd, or a parameter was not used) starts when the step ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.debugging.events import delay, event
+from graphpar.runtime.debugging.fp64 import current
+from graphpar.runtime.distributed import StopSignal, agreed, gather_tensors, read_later
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.layout import I, R, Shard
+from graphpar.runtime.state.fully_sharded import like, local
+from graphpar.runtime.state.parameters import Replicated
+from graphpar.runtime.state.replicas import ROUND_APART, checksum
+from graphpar.runtime.state.units import Unit, counts_of_copies, pieces_of
+
+BUCKET_BYTES = 25 * 2**20
+"""The largest bucket of one all-reduce; a larger parameter has one alone."""
+
+
+@dataclass(eq=False)
+class _Partial:
+    """A parameter whose gradient must be summed, over ranks or several copies on this rank, or made equal."""
+
+    copies: Sequence[nn.Parameter]
+    name: str = ""
+    alike: tuple[str, ...] = ()  # axes whose ranks compute the same gradient, but for its last bits
+    before: list[Tensor | None] = field(default_factory=list)
+    total: Tensor | None = None
+
+    def take_part(self) -> Tensor | None:
+        """Remove the gradients of this rank's copies and return their sum; ``None`` when no copy has one."""
+        total: Tensor | None = None
+        for copy in self.copies:
+            if copy.grad is not None and copy.requires_grad:
+                total = local(copy.grad) if total is None else total + local(copy.grad)
+                copy.grad = None
+        return total
+
+    def give(self) -> None:
+        """Set every copy's gradient to ``total`` (if there is one), added to what was set aside."""
+        total = self.total
+        for i, (copy, before) in enumerate(zip(self.copies, self.before)):
+            if total is None:
+                copy.grad = before
+            elif before is None:
+                copy.grad = like(copy, total if i == 0 else total.clone())
+            else:
+                local(before).add_(total)
+                copy.grad = before
+        self.before, self.total = [], None
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank
+    alone."""
+
+    group: dist.ProcessGroup | None
+    reduced: bool = False  # whether these ranks are replicas
+    beyond: bool = False  # whether they are more than that
+    early: bool = False  # whether it may be summed while the backward still runs
+    partials: list[_Partial] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients that are summed by one all-reduce."""
+
+    group: dist.ProcessGroup
+    partials: list[_Partial]
+    early: bool
+    dtype: torch.dtype | None  # of the sum; None: that of the parameters
+    incomplete: set[nn.Parameter] = field(default_factory=set)  # whose gradients of this step are yet to come
+    present: list[bool] = field(default_factory=list)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    def send(self) -> None:
+        """Start the all-reduce."""
+        self.flat = self._taken()
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def _taken(self) -> Tensor:
+        """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
+        parts = [partial.take_part() for partial in self.partials]
+        self.present = [part is not None for part in parts]
+        delay("before_reduce")
+        event("reduce")
+        flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        return flat if self.dtype is None else flat.to(self.dtype)
+
+    def receive(self, has_gradient: Iterator[bool]) -> None:
+        """Wait for the sums, and give those that some rank has (``has_gradient``) to the parameters."""
+        assert self.flat is not None
+        if self.work is not None:
+            self.work.wait()
+        event("reduce_done")
+        shapes = [local(partial.copies[0]).shape for partial in self.partials]
+        for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
+            partial.total = gradient.to(partial.copies[0].dtype) if next(has_gradient) else None
+
+
+@dataclass(eq=False, kw_only=True)
+class _UnitBucket(_Bucket):
+    """The gradients of a unit of ZeRO level 1: each rank gets the sums that belong to its pieces."""
+
+    unit: Unit
+    works: list[dist.Work] = field(default_factory=list)
+
+    def send(self) -> None:
+        """Start to sum them to the ranks of the pieces."""
+        flat = self._taken()
+        padding = self.unit.flat.numel() - flat.numel()
+        self.works, self.flat = self.unit.reduce(torch.cat([flat, flat.new_zeros(padding)]) if padding else flat)
+
+    def receive(self, has_gradient: Iterator[bool]) -> None:
+        """Wait for the sums, and set the gradients of this rank's pieces that some rank has (``has_gradient``)."""
+        assert self.flat is not None
+        for work in self.works:
+            work.wait()
+        event("reduce_done")
+        own = self.flat.clone()  # the rest of the unit's gradients is freed
+        for name, has_one in zip(self.unit.names, list(itertools.islice(has_gradient, len(self.unit.names)))):
+            piece = self.unit.pieces.get(name)
+            if has_one and piece is not None and piece.requires_grad:  # a piece may be frozen by itself
+                piece.grad = own[slice(*self.unit.places[name])].view(piece.shape).to(piece.dtype)
+
+
+class _Presence:
+    """Which parameters of the buckets of a group have a gradient on some rank, so that all of them get the sum.
+
+    It follows from the program and from ``requires_grad``. So ranks ask each other in every step, but wait for the answer only where what
+    they ask is new. Else it comes to the host while the next step runs, and must then be what it was.
+    """
+
+    def __init__(self) -> None:
+        self._question: tuple[object, ...] = ()
+        self._flags = torch.empty(0)
+        self._found: list[bool] | None = None
+        self._coming: Callable[[], list[int]] | None = None
+        self._names: list[str] = []
+
+    def ask(self, group: dist.ProcessGroup, buckets: Sequence[_Bucket], device: torch.device) -> None:
+        """Start to ask the ranks of ``group``; a collective call."""
+        self.check()
+        partials = [partial for bucket in buckets for partial in bucket.partials]
+        present = [flag for bucket in buckets for flag in bucket.present]
+        copies = [copy for partial in partials for copy in partial.copies]
+        question = (*present, *map(id, copies), *(copy.requires_grad for copy in copies))
+        if question != self._question:
+            self._question, self._found, self._names = question, None, [partial.name for partial in partials]
+            self._flags = torch.tensor(present, dtype=torch.int32, device=device)
+        flags = self._flags.clone()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        self._coming = read_later(flags)
+
+    def answer(self) -> list[bool]:
+        """Return which have one; it waits for the device where that is not known."""
+        if self._found is None:
+            self._found = self._arrived()
+        return self._found
+
+    def check(self) -> None:
+        """Look at the answer that was not waited for, if there is one.
+
+        Raises:
+            RuntimeProgramError: it is not the one before.
+        """
+        if self._coming is None or self._found is None:
+            return
+        found = self._arrived()
+        if found != self._found:
+            name = next(name for name, *two in zip(self._names, found, self._found) if two[0] != two[1])
+            raise RuntimeProgramError(
+                f"in the last step others began or ceased to have a gradient of {name}, and this one did not; train the same on all ranks"
+            )
+
+    def _arrived(self) -> list[bool]:
+        assert self._coming is not None
+        read, self._coming = self._coming, None
+        return [bool(flag) for flag in read()]
+
+
+class Gradients:
+    """The gradients of this rank's parameters. Building it is a collective call: it creates process groups.
+
+    ``requires_grad`` may be changed between steps, but alike on all ranks.
+    """
+
+    def __init__(self, parameters: Replicated, device: torch.device) -> None:
+        program, groups, held = parameters.program, parameters.groups, parameters.held
+        self.device = device
+        self._rank = groups.rank
+        self.microbatches = program.microbatches
+        everyone = counts_of_copies(parameters.stages, program, groups)
+        self.counted: list[nn.Parameter] = []
+        """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
+        sums: dict[Any, _Sum] = {}
+        # alike on all ranks: those of other stages first, and within a stage the last used first, as a backward goes
+        for name in dict.fromkeys(reversed([name for counts in everyone for name in counts])):
+            holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
+            spec = program.stored(name)
+            # a piece's own gradient is summed over the axes that divide it already
+            axes = tuple(axis for axis, kind in spec.items() if kind == R and axis not in parameters.divides)
+            copies = parameters.updated.get(name, [])
+            alike = tuple(axis for axis, kind in spec.items() if kind == I and axis in groups.axes)
+            alike = alike if device.type in ROUND_APART else ()
+            key = axes, holders if len(holders) > 1 else None
+            elsewhere = key != ((), None)
+            if key not in sums:
+                early = set(axes[:1]) <= set(REPLICAS) - set(program.placed) and key[1] is None and bool(axes)
+                early &= not parameters.sums_first
+                beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
+                reduced = bool(set(axes) & set(REPLICAS))
+                sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
+            if copies and (elsewhere or len(copies) > 1 or parameters.units or program.scales_loss or alike):
+                sums[key].partials.append(_Partial(copies, name, alike))
+            replicated = [
+                axis for axis, kind in spec.items() if not isinstance(kind, Shard) and axis not in parameters.divides
+            ]
+            if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
+                self.counted.append(copies[0])
+        self._groups = groups.axes
+        self._reduce_dtype = current(program.reduced)
+        self._scales = program.scales_loss
+        self._units = parameters.units
+        self._early_units = "dp_shard" not in program.placed
+        self._sums = sorted(sums.values(), key=lambda total: not total.early)
+        self._held = {copy for copies in (*held.values(), *parameters.updated.values()) for copy in copies}
+        self._refusal: RemovableHandle | None = None  # while there are gradients that are not reduced
+        self._kept: list[
+            tuple[nn.Parameter, Tensor, bool]
+        ] = []  # parameters, their gradients, whether those stand for others
+        named = [pair for stage in parameters.stages for pair in stage.named_parameters()]
+        copied = program.dtype != "fp32" and any(each.requires_grad and each.itemsize > 2 for _, each in named)
+        self._in_16_bits = [
+            (name, each) for name, each in named if copied and not each.requires_grad and each.itemsize == 2
+        ]
+        self._trained: set[nn.Parameter] = set()  # while there are gradients that are not reduced
+        self._alone: list[_Partial] = []
+        self._of_units: list[_Bucket] = []
+        self._buckets: list[_Bucket] = []
+        self._sent = 0
+        self._presence: dict[tuple[dist.ProcessGroup, type[_Bucket]], _Presence] = {}
+        self._to_come: dict[nn.Parameter, tuple[int, _Bucket]] = {}
+        arrived = weakref.WeakMethod(self._arrived)  # a parameter must not keep process groups alive
+        watched = [copy for total in self._sums if total.early for partial in total.partials for copy in partial.copies]
+        if self._early_units:
+            watched += [copy for unit in self._units for copies in unit.copies for copy in copies]
+        for parameter in watched:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
+
+    def take(self, accumulate: bool = False) -> None:
+        """Set aside the gradients accumulated so far, so that only those of this step are summed.
+
+        Those of steps before that were not finished, with ``accumulate``, are summed with this step's.
+
+        Raises:
+            RuntimeProgramError: these were dropped in part, or other parameters are trained since, or one that is stored in 16 bits.
+        """
+        self._check_kept()
+        thawed = next((name for name, parameter in self._in_16_bits if parameter.requires_grad), None)
+        if thawed is not None:
+            raise RuntimeProgramError(
+                f"{thawed} was frozen when the program was compiled, so it is stored in 16 bits, without a copy in fp32; compile the "
+                "model with it trainable"
+            )
+        self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
+        for total in self._sums:
+            trained = [
+                partial
+                for partial in total.partials
+                if partial.before or any(copy.requires_grad for copy in partial.copies)
+            ]
+            for partial in trained:
+                if not partial.before:
+                    partial.before = [copy.grad for copy in partial.copies]
+                    for copy in partial.copies:
+                        copy.grad = None
+            if accumulate:
+                continue
+            if total.group is None:
+                self._alone += trained
+                continue
+            for indices in buckets([local(partial.copies[0]) for partial in trained]):
+                partials = [trained[i] for i in indices]
+                dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
+                self._buckets.append(_Bucket(total.group, partials, total.early, dtype))
+        self._of_units = [
+            _UnitBucket(
+                group, [_Partial(copies) for copies in unit.copies], self._early_units, self._reduce_dtype, unit=unit
+            )
+            for unit in (() if accumulate else reversed(self._units))
+            if (group := unit.groups["fsdp"]) is not None
+        ]
+        for bucket in [*self._of_units, *self._buckets]:
+            if bucket.early:
+                copies = [copy for partial in bucket.partials for copy in partial.copies]
+                bucket.incomplete = {copy for copy in copies if copy.requires_grad}
+                self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
+        if accumulate and self._refusal is None:
+            self._refusal = register_optimizer_step_pre_hook(self._refuse)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step of an optimizer of ours while gradients are not reduced: each rank would make another."""
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not updated.isdisjoint(self._held):
+            self.check_reduced("the optimizer's step")
+
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After a step that is not finished: let each of ``parameters`` have a gradient, without memory where it is elsewhere, so that
+        it is seen when someone drops them."""
+        self._trained = {parameter for parameter in self._held if parameter.requires_grad}
+        for parameter in parameters:
+            if (stands := parameter.grad is None) and parameter.requires_grad:
+                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = like(parameter, nothing.expand(local(parameter).shape))
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad, stands))
+
+    def _check_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for parameter, gradient, stands in kept:
+            if parameter.grad is not gradient:
+                raise RuntimeProgramError(
+                    "gradients were dropped after a step with accumulate=True, as by optimizer.zero_grad(), which does not reach those "
+                    "that are not reduced yet; call pipeline.zero_grad()"
+                )
+            if stands:
+                parameter.grad = None
+        if kept and self._trained != {parameter for parameter in self._held if parameter.requires_grad}:
+            raise RuntimeProgramError(
+                "requires_grad was changed between steps whose gradients are reduced together (accumulate=True); "
+                "change it after the step that reduces them"
+            )
+
+    def check_reduced(self, what: str) -> None:
+        """Check that no step has left gradients that are still to be reduced.
+
+        Raises:
+            RuntimeProgramError: one has.
+        """
+        if self._refusal is not None:
+            raise RuntimeProgramError(
+                f"{what} needs reduced gradients, but those of the last steps, with accumulate=True, stay on their ranks until a "
+                "step without it; call pipeline.step(batch) once more, or pipeline.zero_grad() to drop them"
+            )
+
+    def check_copies(self) -> None:
+        """Compare the parameters whose gradients are summed, over the same ranks and copies; a collective call.
+
+        Raises:
+            AgreedError: on every rank, if one has other values than its copies.
+        """
+        found: str | None = None
+        with agreed():
+            for presence in self._presence.values():
+                presence.check()
+        for total in self._sums:
+            if not total.partials:
+                continue
+            sums = [torch.stack([checksum(local(copy.detach())) for copy in each.copies]) for each in total.partials]
+            differing = {
+                each.name: (self._rank,) * 2 for each, own in zip(total.partials, sums) if (own != own[0]).any()
+            }
+            if total.group is not None:
+                gathered = gather_tensors(torch.stack([own[0] for own in sums]), total.group)
+                ranks = dist.get_process_group_ranks(total.group)
+                for rank, theirs in zip(ranks, gathered):
+                    names = [
+                        each.name for each, other in zip(total.partials, (theirs != gathered[0]).tolist()) if other
+                    ]
+                    differing |= dict.fromkeys(names, (ranks[0], rank))
+            if differing and found is None:
+                name, (first, second) = next(iter(differing.items()))
+                more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+                where = f"ranks {first} and {second}" if first != second else f"two stages of rank {first}"
+                found = (
+                    f"{name}{more} should be the same on {where}, which have the same gradients of it, but their optimizers have made it "
+                    "different; make them with pipeline.optimizer(), or identically for all parameters that "
+                    "have one name in pipeline.named_parameters()"
+                )
+        with agreed():
+            if found is not None:
+                raise RuntimeProgramError(found)
+
+    def drop(self) -> None:
+        """Forget what was set aside: the gradients of steps that were not finished are dropped."""
+        for partial in (partial for total in self._sums for partial in total.partials):
+            partial.before = []
+        if self._refusal is not None:
+            for parameter in self._held:
+                parameter.grad = None
+        self._kept = []
+        self._reduced()
+
+    def _reduced(self) -> None:
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def _dtype_of_sum(self, total: _Sum, own: torch.dtype) -> torch.dtype | None:
+        """Return the dtype of a sum: over replicas as planned, over other ranks the parameter's, over both the wider one."""
+        if self._reduce_dtype is None or not total.reduced:
+            return None
+        return torch.promote_types(own, self._reduce_dtype) if total.beyond else self._reduce_dtype
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """A microbatch's gradient of this parameter has been added up."""
+        if parameter not in self._to_come:
+            return  # a backward outside of a step
+        count, bucket = self._to_come[parameter]
+        assert count, "a gradient came after those of all microbatches"
+        self._to_come[parameter] = count - 1, bucket
+        if count == 1:
+            bucket.incomplete.discard(parameter)
+            queue = [*self._of_units, *self._buckets]
+            while self._sent < len(queue) and queue[self._sent].early and not queue[self._sent].incomplete:
+                queue[self._sent].send()
+                self._sent += 1
+
+    def finish(self, scale: float = 1.0) -> bool:
+        """Sum the gradients of this step, and add what was set aside; a collective call.
+
+        A parameter that got a gradient on some ranks only counts as zero on the others.
+
+        Args:
+            scale: of the loss; gradients are divided by it.
+
+        Returns:
+            Whether all of them are finite, on all ranks, where the loss is scaled. If not, none is given to any parameter.
+        """
+        self._to_come = {}
+        self._complete(self._of_units, self._sent)
+        for partial in self._alone:
+            partial.total = partial.take_part()
+        self._complete(self._buckets, max(0, self._sent - len(self._of_units)))
+        partials = [*self._alone, *(partial for bucket in self._buckets for partial in bucket.partials)]
+        finite = not self._scales or self._unscale(partials, scale)
+        self._make_equal(partials)
+        for partial in partials:
+            partial.give()
+        self._alone, self._of_units, self._buckets, self._sent = [], [], [], 0
+        self._reduced()
+        return finite
+
+    def _unscale(self, partials: Sequence[_Partial], scale: float) -> bool:
+        """Divide the sums by ``scale``, or drop them all where one is not finite on any rank; a collective call."""
+        overflown = torch.zeros((), device=self.device)
+        for partial in partials:
+            if partial.total is not None:
+                partial.total = partial.total / scale
+                overflown += ~partial.total.isfinite().all()
+        dist.all_reduce(overflown)
+        finite = not overflown.item()
+        for partial in () if finite else partials:
+            partial.total = None
+        return finite
+
+    def _make_equal(self, partials: Sequence[_Partial]) -> None:
+        """Give ranks that compute the same gradient that of the first of them; a collective call where there are any.
+
+        Axes one after the other, so that in the end all have that of the first rank on each. What gradients there are follows from the
+        program and ``requires_grad``, so it is the same on these ranks.
+        """
+        for axis, group in self._groups.items():
+            given = [(each, each.total) for each in partials if axis in each.alike and each.total is not None]
+            for indices in buckets([total for _, total in given]):
+                parts = [given[i][1] for i in indices]
+                flat = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].contiguous()
+                dist.broadcast(flat, group_src=0, group=group)
+                for i, total in zip(indices, pieces_of(flat, [part.shape for part in parts])):
+                    given[i][0].total = total
+
+    def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
+        """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
+        for bucket in buckets[sent:]:
+            bucket.send()
+        by_group: dict[dist.ProcessGroup, list[_Bucket]] = {}
+        for bucket in buckets:
+            by_group.setdefault(bucket.group, []).append(bucket)
+        presences = {
+            group: self._presence.setdefault((group, type(own[0])), _Presence()) for group, own in by_group.items()
+        }
+        for group, presence in presences.items():
+            presence.ask(group, by_group[group], self.device)
+        # After everything has been started: the answer may have to be waited for.
+        has_gradient = {group: iter(presence.answer()) for group, presence in presences.items()}
+        for bucket in buckets:
+            bucket.receive(has_gradient[bucket.group])
+
+    def left(self) -> Iterator[str]:
+        """Say what a step that did not end has left: sums not waited for, gradients set aside."""
+        if self._sent:
+            yield f"{self._sent} reductions of gradients have not been waited for"
+        if waiting := len(self._of_units) + len(self._buckets) - self._sent:
+            yield f"{waiting} reductions of gradients have not been started"
+        if aside := sum(bool(partial.before) for total in self._sums for partial in total.partials):
+            yield f"the gradients of {aside} parameters from earlier steps are set aside"
+
+
+def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
+    return torch.zeros_like(local(partial.copies[0]), requires_grad=False) if part is None else part
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of tensors that are summed together: of one dtype, in order, at most ``BUCKET_BYTES`` or one alone."""
+    closed: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for i, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        if tensor.dtype in filling and sizes[tensor.dtype] + size > BUCKET_BYTES:
+            closed.append(filling.pop(tensor.dtype))
+        filling.setdefault(tensor.dtype, []).append(i)
+        sizes[tensor.dtype] = size + (sizes[tensor.dtype] if len(filling[tensor.dtype]) > 1 else 0)
+    return closed + list(filling.values())
+
+
+@torch.no_grad()
+def clip(
+    counted: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    device: torch.device,
+    stop: StopSignal | None = None,
+) -> Tensor:
+    """Scale the gradients of ``parameters`` so that their norm over the model is at most ``max_norm``; a collective call.
+
+    Args:
+        counted: those of this rank's parameters that no other rank counts.
+        stop: what is summed over all ranks together with the norm.
+
+    Returns:
+        The norm before.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in counted:
+        if parameter.grad is not None and parameter.grad.numel():
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for dtype, gradients in by_dtype.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares += torch.stack(norms).double().square().sum()
+    if stop is None:
+        dist.all_reduce(squares)
+    else:
+        squares = stop.summed(squares)
+    norm = squares.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scaled: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            scaled.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for dtype, gradients in scaled.items():
+        torch._foreach_mul_(gradients, scale.to(dtype))
+    return norm

@@ -1,0 +1,197 @@
+"""The loop of a training script: which batches a step is given, and what happens between steps.
+
+for step, batches in training:     resumes, evaluates, saves checkpoints, and ends when asked to
+    loss = pipeline.step(batches, step=step)
+    norm = pipeline.clip_grad_norm_(args.clip)
+    optimizer.step()
+    training.log(loss, norm)
+    training.schedule.step()
+    pipeline.zero_grad()
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from graphpar.runtime.distributed import Ranks, StopSignal, agreed
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.training.data import first_batches, load
+from graphpar.runtime.training.log import Log
+
+if TYPE_CHECKING:
+    from graphpar.runtime.pipeline import Pipeline
+
+Examples = Dataset[dict[str, Tensor]]
+MakeDataset = Callable[[argparse.Namespace, int, bool], Examples]
+"""Makes a dataset from the arguments, a seed, and whether it is to have the examples that are held out."""
+
+
+class RandomExamples(Examples):
+    """Examples that depend on their index and the seed alone; ``make`` draws one with a generator."""
+
+    def __init__(
+        self, make: Callable[[torch.Generator], dict[str, Tensor]], seed: int, examples: int = 1_000_000
+    ) -> None:
+        self._make, self._seed, self._examples = make, seed, examples
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._make(torch.Generator().manual_seed(self._seed * self._examples + index))
+
+
+def batches(
+    args: argparse.Namespace, pipeline: Pipeline, dataset: MakeDataset, first: int = 0, held_out: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Yield what this rank needs of each global batch, from batch number ``first`` on; of the held-out examples once.
+
+    Args:
+        args: of the script: ``batch``, a file whose batch is used for every step, or None; ``workers``.
+    """
+    if args.batch:
+        return itertools.repeat(load_file(args.batch))
+    seed = pipeline.seed  # that of the checkpoint, when training goes on
+    return load(
+        pipeline, lambda: dataset(args, seed, held_out), seed=seed, first=first, workers=args.workers, once=held_out
+    )
+
+
+class Training:
+    """Yields the number of each step and the batches that it is given, a list of ``--accumulate``.
+
+    At its start it resumes from the latest checkpoint, if ``--checkpoint`` has one. Between steps it evaluates and saves as the arguments
+    say, and after a SIGTERM it saves and ends. Else it writes the trained weights to ``--save`` in the end.
+
+    Args:
+        args: see :func:`graphpar.runtime.launching.arguments.train_arguments`.
+        dataset: makes the examples.
+        batches: yields this rank's part of each global batch, where :func:`batches` of ``dataset`` is not wanted.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: Optimizer,
+        ranks: Ranks,
+        args: argparse.Namespace,
+        dataset: MakeDataset,
+        batches: Callable[..., Iterator[dict[str, Tensor]]] = batches,
+    ) -> None:
+        self._pipeline, self._optimizer, self._args = pipeline, optimizer, args
+        saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
+        self._first = saved.step if saved else 0
+        # Under any plan training goes on with the next examples.
+        self._begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0
+        self.schedule = pipeline.lr_schedule(optimizer, self._first)
+        """Of the model file; without one it changes nothing."""
+        self._stop = pipeline.stop = StopSignal(ranks) if args.checkpoint else None
+        self._held_out: list[dict[str, Tensor]] = []
+        if args.eval_every:
+            pipeline.check_eval()
+            self._held_out += first_batches(batches(args, pipeline, dataset, 0, True), args.eval_batches)
+        self._data = batches(args, pipeline, dataset, self._begun)
+        self._log = Log(
+            pipeline, args.steps, self._first, every=args.log_every, batches=args.accumulate, file=args.log_file,
+            history=args.json, tensorboard=args.tensorboard,
+        )  # fmt: skip
+        self._step, self._stopped = self._first, False
+
+    def __enter__(self) -> Training:
+        self._log.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._log.__exit__(kind, error, trace)
+        if self._stop is not None and not self._stopped:
+            self._stop.close()
+        if error is None and not self._stopped and self._args.save:
+            self._pipeline.save_weights(self._args.save)
+
+    def __iter__(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
+        args, pipeline = self._args, self._pipeline
+        for step in range(self._first, args.steps):
+            self._step = step
+            yield step, [next(self._data) for _ in range(args.accumulate)]
+            done, ending = step + 1, self._stop is not None and self._stop.received()
+            if args.check_replicas and done % args.check_replicas == 0:
+                pipeline.check_replicas()
+            if args.eval_every and done % args.eval_every == 0:
+                self._log.held_out(step, pipeline.eval(self._held_out))  # the loss of all, as in model.eval()
+            if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
+                taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
+                folder, position = args.checkpoint / str(done), {"examples": taken}
+                if pipeline.device.type == "cuda":
+                    torch.cuda.synchronize(pipeline.device)  # the rest of the step is no part of the save
+                wait, began = ending or done == args.steps or not args.checkpoint_async, time.perf_counter()
+                pipeline.save_checkpoint(folder, self._optimizer, step=done, data=position, keep=args.keep, wait=wait)
+                self._log.saved(step, folder, time.perf_counter() - began)
+            if ending:
+                self._stopped = True
+                return
+
+    def log(self, loss: Tensor | None, norm: Tensor) -> None:
+        """Log the step that was made; every ``--log-every`` steps their losses are read."""
+        self._log.step(self._step, loss, norm, self._optimizer)
+
+
+# ---- ``train.py --check`` ----------------------------------------------------------------------------------------
+
+FIRST_STEP, BATCH = "check/first_step.json", "check/batch.safetensors"
+"""What is stored, by its path in an emitted folder."""
+
+
+def check_first_step(pipeline: Pipeline) -> None:
+    """Run a step from the initial weights on the stored batch, and print its loss and gradient norm beside the stored ones.
+
+    A collective call. Parameters are the initial ones afterwards, and have no gradients.
+
+    Raises:
+        RuntimeProgramError: on all ranks, if nothing is stored, or if a value differs by more than rounding.
+    """
+    folder = pipeline.program.folder
+    with agreed():
+        if not (folder / FIRST_STEP).is_file():
+            raise RuntimeProgramError(
+                "nothing is stored to compare with: compile with --check-values where the model fits in memory (if it never does, use "
+                "a smaller one of the same kind)"
+            )
+        stored = json.loads((folder / FIRST_STEP).read_text(encoding="utf-8"))
+        if pipeline.seed != stored["seed"]:
+            raise RuntimeProgramError(
+                f"the stored step was made with seed {stored['seed']}, not {pipeline.seed}; leave --seed out"
+            )
+    pipeline.load_weights()
+    if stored["loss_scale"] is not None:
+        pipeline.loss_scale = stored["loss_scale"]
+    loss = pipeline.step(load_file(folder / BATCH), step=0, broadcast_loss=True)
+    assert loss is not None
+    found = {"loss": loss.item(), "gradient_norm": pipeline.clip_grad_norm_(math.inf).item()}
+    pipeline.zero_grad()
+    pairs, wrong = [], []
+    for name, value in found.items():
+        pairs.append(f"{name.replace('_', ' ')} {value:.6f}, the model's {stored[name]:.6f}")
+        if not math.isclose(value, stored[name], rel_tol=stored["tolerance"][name], abs_tol=1e-12):
+            wrong.append(f"{pairs[-1]}, which differ by more than {stored['tolerance'][name]:.0e} of it")
+    with agreed():
+        if wrong:
+            raise RuntimeProgramError(
+                f"the first step is not the model's: {'; '.join(wrong)}. Were the stages edited, or weights/ replaced?"
+            )
+    if pipeline.reports:
+        print(f"check: {'; '.join(pairs)}: the same", flush=True)

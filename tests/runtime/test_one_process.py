@@ -1,0 +1,137 @@
+"""What a program of one device does in one process: which parameters it trains, which weights it takes, what a save holds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.runtime import Pipeline, start
+from graphpar.runtime.debugging import events
+from graphpar.runtime.errors import RuntimeProgramError
+
+
+class Words(nn.Module):
+    """A head that is tied to the embedding, and a layer whose weight is frozen while its bias is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.middle, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.middle.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.middle(self.words(ids))).square().mean()
+
+
+IDS = torch.arange(8).view(2, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = gp.export(Words, (IDS,))
+    weights = {name: value for name, value in Words().state_dict().items() if name != "head.weight"}
+    return gp.partition(program, gp.plan(program)).save(tmp_path_factory.mktemp("one") / "out", weights=weights)
+
+
+def test_a_frozen_parameter_beside_a_trained_one_stays(folder: Path) -> None:
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        held = dict(pipeline.named_parameters())
+        before = {name: value.detach().clone() for name, value in held.items()}
+        pipeline.step({"ids": IDS})
+        torch.optim.SGD(pipeline.parameters(), lr=0.1).step()
+        changed = {name for name, value in held.items() if not torch.equal(value, before[name])}
+
+    assert {name for name, value in held.items() if not value.requires_grad} == {"middle.weight"}
+    assert changed == held.keys() - {"middle.weight"}
+
+
+def test_weights_are_as_the_model_makes_them_and_of_another_model_they_are_refused(folder: Path) -> None:
+    class Wider(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle = nn.Linear(4, 5)
+
+    class Less(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.middle
+
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.initialise(Words)
+        held, expected = dict(pipeline.named_parameters()), dict(Words().named_parameters())
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in held.items())
+        with pytest.raises(
+            RuntimeProgramError, match=r"^middle\.weight is built with the shape \(5, 4\); .* \(4, 4\)$"
+        ):
+            pipeline.initialise(Wider)
+        with pytest.raises(RuntimeProgramError, match=r"^the model is built without middle\.bias, middle\.weight$"):
+            pipeline.initialise(Less)
+
+
+def test_listeners_are_told_of_events(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(events, "listeners", [lambda name, unit: told.append(name)])
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        pipeline.step({"ids": IDS})
+    assert told and set(told) <= set(events.EVENTS)
+
+
+def test_a_program_that_was_traced_in_training_alone_does_not_evaluate(folder: Path) -> None:
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        with pytest.raises(RuntimeProgramError, match=r"^the program can't evaluate: .* compile it with --eval$"):
+            pipeline.eval({"ids": IDS})
+
+
+def test_a_file_may_have_a_tied_tensor_under_any_of_its_names_but_not_two_values(folder: Path, tmp_path: Path) -> None:
+    values = {name: value.clone() for name, value in Words().state_dict().items()}
+    files = {
+        "both": values,
+        "second": {name: value for name, value in values.items() if name != "words.weight"},
+        "two": {**values, "head.weight": values["head.weight"] + 1},
+    }
+    for name, tensors in files.items():
+        save_file(tensors, str(tmp_path / f"{name}.safetensors"))
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        for name in ("both", "second"):
+            pipeline.load_weights(tmp_path / f"{name}.safetensors")
+            assert torch.equal(dict(pipeline.named_parameters())["words.weight"], values["words.weight"])
+        with pytest.raises(RuntimeProgramError, match=r"different values for .* which are one tensor in the model"):
+            pipeline.load_weights(tmp_path / "two.safetensors")
+
+
+def test_a_save_that_is_not_waited_for_holds_the_values_of_its_call(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What trains on may be faster than the thread that writes."""
+    begin, later = threading.Thread.start, []
+
+    def started(thread: threading.Thread) -> None:
+        later.append(thread) if thread.name == "checkpoint" else begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+        pipeline.step({"ids": IDS})
+        optimizer.step()
+        saved = {name: value.detach().clone() for name, value in pipeline.named_parameters()}
+        moments = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+        pipeline.save_checkpoint(tmp_path / "1", optimizer, step=1, wait=False)
+        optimizer.step()
+        for thread in later:
+            begin(thread)
+        assert len(later) == 1
+        pipeline.load_checkpoint(tmp_path / "1", optimizer)
+        assert all(torch.equal(value, saved[name]) for name, value in pipeline.named_parameters())
+        assert all(map(torch.equal, (state["momentum_buffer"] for state in optimizer.state.values()), moments))

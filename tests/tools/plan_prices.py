@@ -1,0 +1,389 @@
+"""The seconds and bytes of a training step, written a second time and as plainly as possible: an oracle for prices and searches.
+
+    units of a rank ──sums──► stages ──every rank's actions, one after the other──► ends of ranks ──gradients, optimizer──► seconds
+                         └──► what a microbatch keeps ──the same actions──► the most at one time, and the state ──► bytes
+
+Only rates are taken from the product: seconds of a product, of moved bytes and of a collective; and what each unit alone keeps and
+holds. It knows training on GPUs with Adam, gradients that are summed behind backwards, and gathers a unit ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphpar.cost_models.collectives import Network
+from graphpar.cost_models.compute import Compute
+from graphpar.cost_models.pipeline_units import Held, Unit
+from graphpar.cost_models.work import Collective, Product, Work
+from graphpar.runtime.mesh import Mesh
+from graphpar.schedules.action_table import Action
+from graphpar.schedules.registry import action_table
+
+BUCKET = 25 * 2**20
+SLACK = 0.05
+Units = Sequence[Unit]
+UnitCosts = tuple[list[float], float, bool]
+Row = Sequence[tuple[Action, ...]]
+Result = tuple[int, bool, int]
+"""A stage's activations (True) or the gradient of its input, and the microbatch."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of a microbatch of a stage; ``weight`` is the part of ``backward`` that schedules may put off."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+@dataclass
+class StepPrices:
+    """Prices steps over ``mesh`` with state sharded by ZeRO level ``zero``; ``always``: gathered parameters are freed after each use."""
+
+    mesh: Mesh
+    compute: Compute
+    network: Network
+    zero: int = 0
+    always: bool = False
+    _known: dict[tuple[int, int], UnitCosts] = field(default_factory=dict)
+
+    # ---- seconds ----
+
+    def unit(self, unit: Unit, rows: int) -> UnitCosts:
+        """Seconds of a unit's forward, of its backward by inputs and by weights, those that run again, and whether any does."""
+        key = id(unit.kind), rows
+        if key not in self._known:
+            work, again = unit.kind.work, unit.kind.again
+            phases = [each.products + each.attention + each.traffic for each in self.compute.seconds(work, rows)]
+            phases = [alone + sent for alone, sent in zip(phases, self._sent(work, rows))]
+            first = self.compute.seconds(again.work, rows)[0]
+            more = first.products + first.attention + first.traffic + self._sent(again.work, rows)[0]
+            self._known[key] = phases, more, bool(again.work.rows)
+        return self._known[key]
+
+    def _sent(self, work: Work, rows: int) -> list[float]:
+        """Seconds of the collectives of a forward, and of a backward by inputs and by weights."""
+        seconds = [0.0, 0.0, 0.0]
+        for row, times in work.rows.items():
+            if isinstance(row, Collective):
+                each = self._collective(row.axis, row.kind, row.nbytes.at(rows))
+                cpu = self.compute.device.kind == "cpu"  # whose cores multiply or send
+                others = [other for other in row.beside if not (cpu and isinstance(other, Product))]
+                beside = [self.compute.seconds(Work({other: 1}), rows)[other.phase] for other in others]
+                each = max(0.0, each - sum(other.products + other.attention for other in beside))
+                seconds[row.phase] += times * each
+        return seconds
+
+    @property
+    def shards(self) -> int:
+        """The ranks that share state."""
+        return self.mesh.dp_shard * self.mesh.cp
+
+    def _over_shards(self, kind: str, nbytes: float) -> float:
+        return self.network.seconds(kind, nbytes, self.network.group_of_axes(self.mesh, ["dp_shard", "cp"]))
+
+    def _collective(self, axis: str, kind: str, nbytes: float) -> float:
+        return self.network.seconds(kind, nbytes, self.network.group_of_axes(self.mesh, [axis]))
+
+    def stage(self, units: Units, rows: int, first: bool) -> Stage:
+        """Seconds of a microbatch of a stage of ``units``; ``first``: it is the first of the program."""
+        own = [self.unit(unit, rows) for unit in units]
+        forward = sum(phases[0] for phases, _, _ in own)
+        weight = sum(phases[2] for phases, _, _ in own)
+        backward = sum(phases[1] + more for phases, more, _ in own) + weight
+        if self.zero >= 2 and (self.mesh.pp == 1 or self.always):
+            forward, backward = self._gathering(units, [phases[0] for phases, _, _ in own], forward, backward)
+        return Stage(forward, backward, 0.0 if any(again for _, _, again in own) and not first else weight)
+
+    def _gathering(self, units: Units, own: list[float], forward: float, backward: float) -> tuple[float, float]:
+        """Each unit's parameters are gathered while the one before it computes, its gradients scattered while the next one does."""
+        gathers = [self._gather(unit.held) if self.zero == 3 else 0.0 for unit in units]
+        again = [
+            self._gather([part for part in unit.held if part.backward]) if self.zero == 3 else 0.0 for unit in units
+        ]
+        scatters = [self._scatter(unit.held) if self.mesh.pp == 1 else 0.0 for unit in units]
+        ahead, behind, ratio = gathers[0], scatters[0], backward / forward
+        for place in range(len(units)):
+            after = gathers[place + 1] if place + 1 < len(units) else 0.0
+            ahead += max(own[place], after)
+            before = again[place - 1] if place else 0.0
+            behind += max(ratio * own[place], before + (scatters[place + 1] if place + 1 < len(units) else 0.0))
+        return max(forward, ahead), max(backward, behind)
+
+    def _gather(self, held: Sequence[Held]) -> float:
+        return self._exchange("all-gather", sum(part.nbytes for part in held))
+
+    def _scatter(self, held: Sequence[Held]) -> float:
+        return self._exchange("reduce-scatter", sum(part.nbytes for part in held if part.trained))
+
+    def _exchange(self, kind: str, nbytes: int) -> float:
+        """Seconds of a collective over shards, and of copies from and to its flat tensors: a rank's shard, and the whole."""
+        copied = 2 * nbytes + 2 * nbytes / self.shards
+        return self._over_shards(kind, nbytes) + (float(self.compute.traffic_s(copied)) if nbytes else 0.0)
+
+    # ---- a step ----
+
+    def step_s(self, stages: Sequence[Units], rows: int, microbatches: int, schedule: str) -> float:
+        """Seconds of a step of ``stages``."""
+        costs = [self.stage(units, rows, place == 0) for place, units in enumerate(stages)]
+        ranks = self.actions(len(stages), microbatches, schedule)
+        summed, after = [], []
+        for end, row in zip(self._ends(stages, costs, rows, ranks), ranks):
+            own = sorted({action.stage for cell in row for action in cell})
+            late, waits = self._late(stages, own, costs, row)
+            summed.append(end + late)
+            after.append(self._optimizer([stages[place] for place in own]) + waits)
+        return max(summed) + max(after)
+
+    def actions(self, stages: int, microbatches: int, schedule: str) -> list[Row]:
+        """What each pp rank runs, one after the other; pairs together."""
+        if self.mesh.pp == 1:
+            one = [(Action(0, kind, number),) for number in range(microbatches) for kind in ("F", "B")]  # type: ignore[arg-type]
+            return [one]
+        table = action_table(schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
+        return [[cell.parts for cell in row if cell is not None] for row in table.rows]
+
+    def _ends(self, stages: Sequence[Units], costs: Sequence[Stage], rows: int, ranks: Sequence[Row]) -> list[float]:
+        """When each rank has done its last action: each goes on for as long as what it needs is there, in turn."""
+        home = {action.stage: rank for rank, row in enumerate(ranks) for cell in row for action in cell}
+        last = {
+            action.stage: (rank, step)
+            for rank, row in enumerate(ranks)
+            for step, cell in enumerate(row)
+            for action in cell
+        }
+        by_table = self.zero >= 2 and self.mesh.pp > 1
+        clock, step, begun = [0.0] * len(ranks), [0] * len(ranks), set[int]()
+        made, link = dict[Result, float](), dict[tuple[int, int], float]()
+        while any(step[rank] < len(row) for rank, row in enumerate(ranks)):
+            rank = next(
+                rank for rank, row in enumerate(ranks)
+                if step[rank] < len(row) and all(need in made for need in _needs(row[step[rank]], len(stages)))
+            )  # fmt: skip
+            cell = ranks[rank][step[rank]]
+            for place in dict.fromkeys(action.stage for action in cell if action.stage not in begun):
+                clock[rank] += (
+                    sum(self._gather(unit.held) for unit in stages[place]) if by_table and not self.always else 0
+                )
+                begun.add(place)
+            clock[rank] = max([clock[rank], *(made[need] for need in _needs(cell, len(stages)))])
+            clock[rank] += sum(_seconds(costs[action.stage], action.kind) for action in cell)
+            for action in (action for action in cell if action.kind != "W"):
+                to, there = action.stage + (1 if action.kind == "F" else -1), clock[rank]
+                if 0 <= to < len(stages) and home[to] != rank:
+                    there = max(there, link.get((rank, home[to]), 0.0)) + self._message(stages, action, rows)
+                    link[rank, home[to]] = there
+                made[_result(action)] = there
+            for place in dict.fromkeys(action.stage for action in cell):
+                if by_table and last[place] == (rank, step[rank]):
+                    clock[rank] += sum(self._scatter(unit.held) for unit in stages[place])
+            step[rank] += 1
+        return clock
+
+    def _message(self, stages: Sequence[Units], action: Action, rows: int) -> float:
+        """Seconds of what a stage sends on, or of the gradient that goes back over the same boundary."""
+        forward = action.kind == "F"
+        sends = stages[action.stage if forward else action.stage - 1][-1].kind.sends
+        nbytes = sum(size.at(rows) for size, has_gradient in sends if forward or has_gradient)
+        return self.network.seconds("send", nbytes, self.network.boundary(self.mesh)) if nbytes else 0.0
+
+    # ---- the end of a step ----
+
+    def _replicas_of(self, part: Held) -> tuple[str, ...]:
+        """The axes of replicas that hold the same parameters: those of dp_expert hold other experts."""
+        degrees = self.mesh.degrees()
+        axes = (axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if degrees[axis] > 1)
+        return tuple(axis for axis in axes if axis not in part.apart)
+
+    def _of_state(self, stages: Sequence[Units]) -> tuple[float, float, float]:
+        """Seconds of summing a rank's gradients and of gathering its parameters after the optimizer; bytes of gradients."""
+        network = self.network
+        sizes: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
+        for part in (part for part in held_once(stages) if part.trained):
+            key = part.axes, self._replicas_of(part)
+            sizes[key] = sizes.get(key, 0.0) + part.elements * part.itemsize
+        total, seconds = sum(sizes.values()), 0.0
+        for (axes, replicas), nbytes in sizes.items():
+            over = [*axes, *replicas] if not self.zero else [axis for axis in axes if axis != "cp"]
+            seconds += network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, over)) if over else 0.0
+        if not self.zero:
+            return seconds, 0.0, total
+        if self.zero == 1:
+            seconds += self._over_shards("reduce-scatter", total)
+        for replicas in {own for _, own in sizes}:
+            others = [axis for axis in replicas if axis != "dp_shard"]
+            nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / self.shards
+            seconds += (
+                network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, others)) if others else 0.0
+            )
+        whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
+        parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
+        return seconds, self._over_shards("all-gather", parameters) if whole else 0.0, total
+
+    def _late(
+        self, stages: Sequence[Units], own: Sequence[int], costs: Sequence[Stage], row: Row
+    ) -> tuple[float, float]:
+        """Seconds by which a rank's sums of gradients end after its last action, and its gathers after its forwards would have begun."""
+        reduce, gather, nbytes = self._of_state([stages[place] for place in own])
+        elements = {place: sum(part.elements for part in held_once([stages[place]])) for place in own}
+        share = {place: count / max(1, sum(elements.values())) for place, count in elements.items()}
+        before, behind = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
+        if len(stages) > self.mesh.pp:  # a rank with one stage has nothing else to compute
+            actions = [action for cell in row for action in cell]
+            taken = [_seconds(costs[action.stage], action.kind) for action in actions]
+            for place in own:
+                first = next(number for number, each in enumerate(actions) if (each.stage, each.kind) == (place, "F"))
+                last = max(number for number, each in enumerate(actions) if each.stage == place and each.kind != "F")
+                before[place], behind[place] = sum(taken[:first]), sum(taken[last + 1 :])
+        bucket = reduce * BUCKET / max(nbytes, BUCKET)
+        free, done, waits = -1e30, 0.0, 0.0
+        for place in sorted(own, key=lambda place: -behind[place]):  # the first that is done is summed first
+            begins = max(free, -behind[place] - costs[place].backward)
+            free = max(begins + reduce * share[place], -behind[place] + min(bucket, reduce * share[place]))
+        for place in sorted(own, key=lambda place: before[place]):
+            done += gather * share[place]
+            waits = max(waits, done - before[place] - costs[place].forward)
+        return max(0.0, free), waits
+
+    def _optimizer(self, stages: Sequence[Units]) -> float:
+        """Adam reads and writes a parameter and two of its size, reads the gradient and clears it; three passes. Gradients that are summed
+        after the backwards were copied to flat tensors, and a rank's shard out of those.
+        """
+        trained = [part for part in held_once(stages) if part.trained]
+        nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
+        shards = self.shards if self.zero else 1
+        summed = [part for part in trained if self._replicas_of(part) or part.axes]
+        flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
+        copied = 2 * flat + (2 * flat / shards if self.zero else 0)
+        return float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0
+
+    # ---- bytes ----
+
+    def peaks(self, stages: Sequence[Units], rows: int, microbatches: int, schedule: str) -> list[int]:
+        """The most bytes that each pp rank holds at one time."""
+        found = []
+        for row in self.actions(len(stages), microbatches, schedule):
+            own = sorted({action.stage for cell in row for action in cell})
+            fixed, beside = self.fixed_bytes(stages, own, rows, microbatches)
+            most = most_kept({place: kept_bytes(stages[place], rows) for place in own}, row)
+            on_top = max(on_top_bytes(stages[place], rows) for place in own)
+            found.append(in_all(fixed, beside, most, on_top))
+        return found
+
+    def fixed_bytes(self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int) -> tuple[int, int]:
+        """What a rank with the stages ``own`` holds for the whole step; buckets and what is gathered apart."""
+        units = [unit for place in own for unit in stages[place]]
+        messages = sum(_arriving(stages, place, rows) + _coming_back(stages, place, rows) for place in own)
+        messages *= microbatches
+        if len(own) == 1 and len(stages) > 1:
+            sent = stages[own[0]][-1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
+            messages += max(sent, _coming_back(stages, own[0] - 1, rows) if own[0] else 0)
+        inputs = {name: line.at(rows * microbatches) for unit in units for name, line in unit.inputs.items()}
+        buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
+        state = self._state([stages[place] for place in own])
+        beside = self._buckets(stages, own) + self._whole(stages, own)
+        return state + sum(buffers.values()) + sum(inputs.values()) + messages, beside
+
+    def _state(self, stages: Sequence[Units]) -> int:
+        """Parameters, gradients and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
+        held, shards = held_once(stages), self.shards
+        trained = sum(part.nbytes for part in held if part.trained)
+        sizes = {3: sum(part.nbytes for part in held), 2: trained, 1: 2 * trained}
+        return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
+
+    def _buckets(self, stages: Sequence[Units], own: Sequence[int]) -> int:
+        """The largest bucket of gradients that are all-reduced: over replicas, or where a tied parameter is on another rank, too."""
+        held = held_once([stages[place] for place in own])
+        others = {part.tied for place, units in enumerate(stages) if place not in own for part in held_once([units])}
+        sizes: dict[object, int] = {}
+        for part in (part for part in held if part.trained):
+            shared = part.tied is not None and part.tied in others
+            key = part.axes, self._replicas_of(part), shared
+            if any(key):
+                sizes[key] = sizes.get(key, 0) + part.elements * part.itemsize
+        return max((min(BUCKET, nbytes) for nbytes in sizes.values()), default=0)
+
+    def _whole(self, stages: Sequence[Units], own: Sequence[int]) -> int:
+        """What is whole beside its shards: gradients until a pipeline has reduced them, and parameters that are gathered."""
+        held, piped = held_once([stages[place] for place in own]), self.mesh.pp > 1
+        found = sum(part.nbytes for part in held if part.trained) if self.zero >= 2 and piped else 0
+        if self.zero == 3 and piped and not self.always:
+            return found + sum(part.nbytes for part in held)
+        if self.zero == 3:  # a unit, and the next one
+            found += 2 * max(sum(part.nbytes for part in unit.held) for place in own for unit in stages[place])
+        return found
+
+
+def kept_bytes(units: Units, rows: int) -> int:
+    """What a microbatch keeps from its forward to its backward in a stage."""
+    memories = [unit.kind.memory for unit in units]
+    found = sum(each.inside.at(rows) for each in memories) + max(each.shared.at(rows) for each in memories)
+    for before, after in itertools.pairwise(memories):
+        passed = before.passed.at(rows)
+        found += passed if before.held else min(passed, after.given.at(rows))
+    return found + memories[-1].sent.at(rows)
+
+
+def on_top_bytes(units: Units, rows: int) -> int:
+    """What the running unit of a stage needs on top."""
+    return max(max(unit.kind.memory.forward.at(rows), unit.kind.memory.backward.at(rows)) for unit in units)
+
+
+def most_kept(kept: Mapping[int, int], row: Row) -> int:
+    """The most bytes at one time on a rank that runs ``row``; ``kept`` by a microbatch of each of its stages."""
+    actions = [action for cell in row for action in cell]
+    split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
+    most = now = 0
+    for action in actions:
+        if action.kind == "F":
+            now += kept[action.stage]
+        elif action.kind == "W" or (action.kind == "B" and (action.stage, action.microbatch) not in split):
+            now -= kept[action.stage]
+        most = max(most, now)
+    return most
+
+
+def in_all(fixed: int, beside: int, most: int, on_top: int) -> int:
+    """All bytes of a rank, with the allocator's overhead on what comes and goes."""
+    return fixed + beside + most + on_top + round(SLACK * (most + on_top + beside))
+
+
+def held_once(stages: Sequence[Units]) -> list[Held]:
+    """The parameters of a rank's stages, tied ones once."""
+    seen, found = set[str](), []
+    for part in (part for units in stages for unit in units for part in unit.held):
+        if part.tied is None or part.tied not in seen:
+            found.append(part)
+        seen |= {part.tied} if part.tied is not None else set()
+    return found
+
+
+def _arriving(stages: Sequence[Units], place: int, rows: int) -> int:
+    return stages[place][0].kind.memory.received.at(rows) if place else 0
+
+
+def _coming_back(stages: Sequence[Units], place: int, rows: int) -> int:
+    sends = stages[place][-1].kind.sends if place + 1 < len(stages) else ()
+    return sum(round(size.at(rows)) for size, has_gradient in sends if has_gradient)
+
+
+def _seconds(cost: Stage, kind: str) -> float:
+    return {"F": cost.forward, "B": cost.backward, "I": cost.backward - cost.weight, "W": cost.weight}[kind]
+
+
+def _result(action: Action) -> Result:
+    return action.stage, action.kind == "F", action.microbatch
+
+
+def _needs(cell: tuple[Action, ...], stages: int) -> list[Result]:
+    """What other stages must have sent before a rank runs ``cell``."""
+    found: list[Result] = []
+    for action in cell:
+        if action.kind == "F" and action.stage:
+            found.append((action.stage - 1, True, action.microbatch))
+        elif action.kind in ("B", "I") and action.stage + 1 < stages:
+            found.append((action.stage + 1, False, action.microbatch))
+    return found
