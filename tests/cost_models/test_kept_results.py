@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from graphpar.cost_models.storage_tracker import Live
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import value_of
-from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.modules import (
     StageAdapter,
@@ -82,7 +80,7 @@ def _kept(parts: gp.Parts, index: int) -> int:
     manifest = load_manifest(parts.folder)
     package, interface = emitted_package(manifest), manifest.stages[index]
     with _rank_0(manifest) as groups:
-        bind_collectives(manifest, package, cast(Groups, groups))
+        bind_collectives(manifest, package, groups)
         module = _filled(build_stage(package, interface, torch.device("cpu"), True))
         if interface.recomputes:
             stage_function(package, interface, "recompute_units")(module)

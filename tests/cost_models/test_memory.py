@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +29,7 @@ from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
 from graphpar.ir.program import OptimizerState, concrete_shape, value_of
 from graphpar.passes.planning.prices import table_of
-from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.stages.modules import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
@@ -79,16 +77,11 @@ def activations_of(*case: Any) -> Activations:
 
 
 @contextlib.contextmanager
-def _rank_0(manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _rank_0(manifest: Manifest) -> Iterator[Groups]:
     """The groups of rank 0 of the mesh, which send nothing: results are garbage of the right shapes."""
     dist.init_process_group("fake", rank=0, world_size=manifest.world_size, store=FakeStore())
     try:
-        yield {
-            axis: dist.new_group([rank_at({axis: place}, manifest.mesh) for place in range(manifest.mesh[axis])])
-            if manifest.mesh.get(axis, 1) > 1
-            else None
-            for axis in AXES
-        }
+        yield Groups(manifest.mesh, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
@@ -146,7 +139,7 @@ def measure(parts: gp.Parts, index: int, rows: int = ROWS) -> Measured:
     manifest = load_manifest(parts.folder)
     package = emitted_package(manifest)
     with _rank_0(manifest) as groups:
-        bind_collectives(manifest, package, cast(Groups, groups))
+        bind_collectives(manifest, package, groups)
         module = _filled(build_stage(package, manifest.stages[index], torch.device("cpu"), True))
         adapter = StageAdapter(module, manifest.stages[index])
         received, named = _inputs(parts, index, rows)

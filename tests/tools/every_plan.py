@@ -219,8 +219,8 @@ class EveryPlan:
         """The prices of a mesh and its sharded state."""
         key = way.mesh, way.zero, way.reshard
         if key not in self._prices:
-            own = self.planner.prices.pricing(self.planner.space.all[0])
-            assert own is not None
+            priced = map(self.planner.prices.pricing, self.planner.space.all)
+            own = next(pricing for pricing in priced if pricing is not None)
             self._prices[key] = StepPrices(way.mesh, own.compute, own.network, way.zero, way.reshard == "always")
         return self._prices[key]
 

@@ -231,7 +231,7 @@ class _Scope:
         """Return the scores that all ranks choose by where each computes them; those that a collective made are equal already."""
         source = scores
         while record_of(source).free and source.target is not collectives.agree_on:
-            source = operands_of(source)[0]
+            source = source.all_input_nodes[0]  # of a part, all that it is a part of
         if "transition" in source.meta and FUNCTIONS[operator_name(source)].forward_collective:
             return scores
         for axis, kind in zip(self.axes, types):
