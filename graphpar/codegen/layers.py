@@ -148,7 +148,9 @@ class Layers:
                 continue
             by_path[path] = next(iter(fitting.values())).layer
             called = [node for node, use in fitting.items() if use.called]
-            if len(counts.get(path, called)) == len(called):  # each call of a BatchNorm counts a batch
+            holder = tree.at(path)
+            counting = len(called) if holder is not None and _COUNT in holder.tensors else 0
+            if len(counts.get(path, ())) == counting:  # each call of a BatchNorm counts a batch
                 calls |= dict.fromkeys(called, path)
                 counted += counts.get(path, ())
         return Layers(by_path, calls, frozenset(counted))
@@ -229,12 +231,20 @@ def _parameter(item: Any, user: fx.Node) -> tuple[str, torch.dtype | None] | Non
 
 
 def _counts_batches(node: fx.Node) -> str | None:
-    """Return the path of the BatchNorm whose batches ``node`` counts, if that is all that it does."""
-    source = node.args[0] if operator_name(node) == "add_" and not node.users else None
-    if not isinstance(source, fx.Node) or source.op != "get_attr" or node.args[1:] != (1,):
+    """Return the path of the BatchNorm whose batches ``node`` counts, if that is all that it does: it may go on from another count."""
+    if not _adds_one(node) or not all(_adds_one(user) for user in node.users):
+        return None
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and _adds_one(source):
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
         return None
     path, _, name = str(source.target).rpartition(".")
     return path if name == _COUNT else None
+
+
+def _adds_one(node: fx.Node) -> bool:
+    return operator_name(node) == "add_" and node.args[1:] == (1,)
 
 
 def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Tree]]:

@@ -167,7 +167,8 @@ def inductor_bytes(module: nn.Module, given: Tensor, monkeypatch: pytest.MonkeyP
     """Bytes that inductor's own kernels, without products, read and write, by its account."""
     from torch._inductor import compile_fx, metrics
 
-    monkeypatch.setattr(compile_fx.inductor_metrics_log, "level", logging.INFO)
+    before = compile_fx.inductor_metrics_log.level
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # loggers remember what they are enabled for
     monkeypatch.setattr(compile_fx.inductor_metrics_log, "propagate", False)
     found: dict[Phase, int] = {}
     torch._dynamo.reset()
@@ -178,6 +179,7 @@ def inductor_bytes(module: nn.Module, given: Tensor, monkeypatch: pytest.MonkeyP
         metrics.reset()
         output.sum().backward()
         found[Phase.INPUT] = _own(metrics.nodes_num_elem)
+    compile_fx.inductor_metrics_log.setLevel(before)
     torch._dynamo.reset()
     return found
 

@@ -198,7 +198,7 @@ def test_the_search_says_why_not(searched: gp.Plan) -> None:
 def test_what_would_be_faster_but_does_not_fit() -> None:
     """With room for the chosen plan's rank alone the same plan is chosen; with less than that, it is told of."""
     program = example("gpt")
-    best = gp.plan(program, H100, global_batch=16)
+    best = gp.plan(program, small(H100, H100.device.memory_bytes), global_batch=16)
     assert best.predicted is not None
     tight = gp.plan(program, small(H100, max(best.predicted.peak_memory_bytes) - 1), global_batch=16)
     assert tight.predicted is not None and tight.found is not None

@@ -61,7 +61,7 @@ class _Masks(Substituted):
         dropout_p: float = 0.0,
         is_causal: bool = False,
     ) -> Tensor:
-        (keys, _), rows, heads = self._stream(), self.plan.microbatch_size, query.size(1) // self.shards
+        (keys, _, _), rows, heads = self.stream(), self.plan.microbatch_size, query.size(1) // self.shards
         kept = torch.zeros(query.shape[:-1] + (key.size(-2),), dtype=torch.bool)
         for begin in range(0, query.size(0), rows):
             for shard in range(self.shards):

@@ -119,6 +119,13 @@ CASES = {
 }
 
 
+def test_a_module_that_counts_its_calls_is_not_counted_for_beside_it() -> None:
+    program = exported(normalised)
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, split=["encoder.3"]))
+    text = parts.files["stage_0.py"]
+    assert text.count('self.encoder["1"](') == 2 and "num_batches_tracked" not in text
+
+
 @pytest.mark.costly
 def test_written_buffers_are_those_of_one_device() -> None:
     parts = []
