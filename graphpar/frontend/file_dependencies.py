@@ -92,7 +92,7 @@ class Observed:
         if not self.hooked:
             sys.addaudithook(self._event)
             self.hooked = True
-        self.began = self.began or time.time_ns()
+        self.began = self.began or _next_tick()
         self.depth += 1
         try:
             with self._functions() if self.depth == 1 else contextlib.nullcontext():
@@ -133,7 +133,7 @@ class Observed:
         """Say why ``facts`` do not tell what the capture depends on; None where they do."""
         if self.unknowable is not None:
             return self.unknowable
-        changed = (path for path in facts.files if not _of_library(path) and _changed_after(path, self.began or 0))
+        changed = (path for path in facts.files if not _of_library(path) and _changed_since(path, self.began or 0))
         return next((f"{path} was changed while the model was traced" for path in changed), None)
 
     def _event(self, event: str, args: tuple[Any, ...]) -> None:
@@ -246,9 +246,24 @@ def _path(path: str) -> str | None:
     return f"{leads}folder" if os.path.isdir(path) else f"{leads}{found.st_size} {found.st_mtime_ns}"
 
 
-def _changed_after(path: str, nanoseconds: int) -> bool:
+def _next_tick() -> int:
+    """Wait for the next tick of the clock that Linux stamps files with, 1 to 10 ms, and return it, in nanoseconds.
+
+    What is written before has an earlier stamp, what is written after has this one or a later one; by the exact clock a
+    file that is written right afterwards may seem older.
+    """
+    clock = getattr(time, "CLOCK_REALTIME_COARSE", None)
+    if clock is None:
+        return time.time_ns()
+    began = time.clock_gettime_ns(clock)
+    while (now := time.clock_gettime_ns(clock)) == began:
+        time.sleep(0.0005)
+    return now
+
+
+def _changed_since(path: str, nanoseconds: int) -> bool:
     try:
-        return os.stat(path).st_mtime_ns > nanoseconds
+        return os.stat(path).st_mtime_ns >= nanoseconds
     except OSError:
         return False
 
