@@ -187,7 +187,8 @@ class Substituted(TorchFunctionMode):
         if not training:
             return F.batch_norm(input, *args, **kwargs)
         rows = input.unflatten(0, (self.replicas, self.microbatches, -1))  # a microbatch has rows of all replicas
-        parts = [F.batch_norm(part.flatten(0, 1), *args, **kwargs) for part in rows.unbind(1)]
+        # contiguous: on CPUs torch's backward is wrong for one row of channels-last strides, (8, 1, 32, 8) of [1, 8, 4, 4]
+        parts = [F.batch_norm(part.flatten(0, 1).contiguous(), *args, **kwargs) for part in rows.unbind(1)]
         return torch.stack([part.unflatten(0, (self.replicas, -1)) for part in parts], 1).flatten(0, 2)
 
 

@@ -21,6 +21,7 @@ import graphpar as gp
 from graphpar.cli import verify_command
 from graphpar.runtime.launching.worker import JobResult
 from graphpar.verification import Reference, Verification, compare, reference_for, verify_all
+from graphpar.verification.substituted import Substituted
 from tests.tools.programs import example, example_file
 from tests.tools.rank_pool import RankPool
 
@@ -122,6 +123,25 @@ def _shifted(root: Path) -> tuple[gp.Parts, gp.Parts]:
     honest, wrong = gp.partition(program, plan), gp.partition(program, plan)
     _edit(wrong.folder / "stage_1.py", lambda text: text.replace("tanh()", "tanh() * 1.0001"))
     return honest, wrong
+
+
+def test_the_reference_normalizes_single_rows_of_any_strides() -> None:
+    """On CPUs torch's backward of batch_norm is wrong for one row of channels-last strides, which unbind gives."""
+    norm, conv = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+    tokens, factor = torch.randn(4, 16, 8), torch.rand(4, 8, 2, 2)
+
+    def gradient(images: Tensor, factor: Tensor) -> Tensor:
+        norm.zero_grad()
+        (conv(norm(images)) * factor).sum().backward()
+        assert norm.bias.grad is not None
+        return norm.bias.grad.clone()
+
+    images = tokens.permute(0, 2, 1).unflatten(-1, (4, 4))
+    with Substituted(None, (), microbatches=4, replicas=1):
+        found = gradient(images, factor)
+    expected = [gradient(images[row : row + 1].contiguous(), factor[row : row + 1]) for row in range(4)]
+
+    torch.testing.assert_close(found, torch.stack(expected).sum(0))
 
 
 class _Dropping(nn.Module):
