@@ -13,7 +13,7 @@ import contextlib
 import functools
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.checkpoint_regions import Regions, plain_regions
 from graphpar.frontend.evaluation import always_on, difference, may_differ
 from graphpar.frontend.exported import NeedsValuesError, to_program
-from graphpar.frontend.fixed_size import mark_batch
+from graphpar.frontend.fixed_size import LiteralSizes, mark_batch
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
 from graphpar.frontend.pretrained import pretrained_of, token_choice, with_adapters
 from graphpar.frontend.repeated import Repetitions, repeated, siblings
@@ -205,9 +205,16 @@ def _inference_meant(request: Request) -> str:
 class _Traced(nn.Module):
     """The model with its loss, over a flat list of input leaves."""
 
-    def __init__(self, request: Request, repetitions: Repetitions | None, values: Values) -> None:
+    def __init__(
+        self,
+        request: Request,
+        repetitions: Repetitions | None,
+        values: Values,
+        sizes: contextlib.AbstractContextManager[Any],
+    ) -> None:
         super().__init__()
         self.model = request.model
+        object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "repetitions", repetitions)
@@ -222,6 +229,7 @@ class _Traced(nn.Module):
         values = cast(Values, self.values)
         values.begin(request.model, tensors)
         args, kwargs = cast_floating((args, kwargs), dtype)
+        sizes = cast(Any, self.sizes)
         with (
             assignments_as_writes(request.model),
             noted(request.model, request.assigned, values.fixed),
@@ -231,6 +239,7 @@ class _Traced(nn.Module):
             DataAsDetached(),
             Branches(values),
             _losses(dtype),
+            sizes,
         ):
             generators = other_generators()
             output = self.model(*args, **kwargs)
@@ -251,7 +260,7 @@ class _Traced(nn.Module):
             output = in_full(output)
         if request.training:
             if request.loss_fn is not None:
-                with EqualMasks(), OffMeta(), DataAsDetached(), Branches(values), _losses(dtype, parameters=True):
+                with EqualMasks(), OffMeta(), DataAsDetached(), Branches(values), _losses(dtype, parameters=True), sizes:
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
@@ -293,7 +302,8 @@ def _trace(request: Request) -> Program:
             raise
         except Exception as error:
             symbolic_failure = error
-    return _trace_static(request, request.batch, symbolic_failure)
+    request.literals = LiteralSizes(request.batch)
+    return _trace_static(request, request.batch, symbolic_failure, attempts=request.literals.attempts())
 
 
 def _odd_size(program: Program) -> GraphparError | None:
@@ -307,7 +317,13 @@ def _odd_size(program: Program) -> GraphparError | None:
     return None
 
 
-def _trace_static(request: Request, size: int, why: Exception | None, other_size: int | None = None) -> Program:
+def _trace_static(
+    request: Request,
+    size: int,
+    why: Exception | None,
+    other_size: int | None = None,
+    attempts: Iterable[None] = (None,),
+) -> Program:
     """Trace at a fixed batch; find the dims that follow the batch by comparing with a trace at another size."""
     try:
         exported, regions = _export(request, size, symbolic=False)
@@ -316,17 +332,24 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     except Exception as error:
         raise _explained(error, request) from error
     other_size = other_size or size + 1
-    reason: str | None
-    try:
-        other = _export(request, other_size, symbolic=False)[0]
-    except Exception as error:
-        reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
-    else:
-        reason = mark_batch(exported, other, size, other_size)
+    reason: str | None = None
+    for _ in attempts:
+        try:
+            other = _export(request, other_size, symbolic=False)[0]
+        except Exception as error:
+            reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
+        else:
+            reason = mark_batch(exported, other, size, other_size)
+        if reason is None:
+            break
     program = to_program(request, exported, regions, symbolic=False, size=size)
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)
-    if why is not None:
+    if request.literals is not None and request.literals.place is not None:
+        program = program.warn(
+            f"{NOT_SYMBOLIC}the {request.batch} of {request.literals.place} is taken for the rows of a batch, and x.shape[0] would be)."
+        )
+    elif why is not None:
         program = program.warn(f"{NOT_SYMBOLIC}{_first_line(why)}).")
     return program
 
@@ -334,6 +357,11 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
 def _retrace(request: Request, why: Exception | None, size: int, whole: int | None) -> Program:
     """Trace for microbatches of ``size`` rows; but for the size, it must be the program of ``whole`` rows, by default the example's."""
     whole = request.batch if whole is None else whole
+    if whole != request.batch and request.literals is not None and request.literals.place is not None:
+        raise GraphparError(
+            f"The model computes batches of {request.batch} rows only: {request.literals.place}. Give an example of {whole} rows, or take "
+            "the number of rows from the input (x.shape[0])."
+        )
     program = _trace_static(request, size, why, other_size=whole if size != whole else None)
     if program.unsplittable is not None:
         raise GraphparError(
@@ -382,7 +410,9 @@ def _exported(
             example.append(torch.zeros(shape, dtype=leaf.dtype))
         rows.append(with_rows(leaf, dim, trace_size))
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
-    traced = _Traced(request, repetitions, Values(request.model, request.recorder, rows))
+    literals = None if symbolic or evaluates else request.literals
+    sizes = contextlib.nullcontext() if literals is None else literals.traced(size)
+    traced = _Traced(request, repetitions, Values(request.model, request.recorder, rows), sizes)
     training = [module.training for module in traced.modules()]
     regions = Regions(request.model, request.training)
     with (

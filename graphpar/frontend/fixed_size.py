@@ -2,12 +2,16 @@
 
 6 rows:  view(x, [6, 4, 8])   div(s, 6)          7 rows:  view(x, [7, 4, 8])   div(s, 7)
          dim 0 is 1 * batch   the number is 1 * batch
+
+Where the code has the 6 itself, as in ``x.view(6, -1)``, the trace at 7 rows takes a 7. Whether rows are independent then is found
+out from the graph, as ever; and since the program of 6 rows is the model, a guess that was wrong is refused and never computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +19,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from graphpar.frontend.trace_guards import FunctionMode
 from graphpar.ir.batch_sizes import integer_arguments, is_unknown, scalar_arguments
+from graphpar.ir.source import stack_line
 
 NUMBERS = "batch_numbers"  # node metadata: {argument: c} for numbers that are c * batch
 TWIN = "twin"  # node metadata: the node's value in the other trace, from which those of new nodes follow
@@ -88,6 +94,7 @@ def _mark_numbers(node: fx.Node, twin: fx.Node, size: int, other_size: int, outs
     for (name, here), (_, there) in pairs:
         if isinstance(here, int) and isinstance(there, int) and here != there:
             return f"{node.target} takes {name}={here} for a batch of {size} and {there} for {other_size}"
+    node.meta.pop(NUMBERS, None)  # of another attempt
     if numbers:
         node.meta[NUMBERS] = numbers
     return None
@@ -103,3 +110,131 @@ def _differing_constant(exported: ExportedProgram, other: ExportedProgram, size:
 
 def _known(value: Any) -> Tensor | None:
     return value.constant if isinstance(value, FakeTensor) else value if isinstance(value, Tensor) else None
+
+
+# ---- sizes in the code -------------------------------------------------------------------------------------------
+
+_RESHAPES = {"view", "reshape"}
+_REPEATS = {"expand", "repeat", "broadcast_to", "tile"}
+_FILLS = {"zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"}
+_WORDS = ("size", "shape", "repeats", "dims")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that takes sizes, in the trace of the example."""
+
+    name: str
+    shape: tuple[Any, ...]  # of the tensor that it is a method of
+    sizes: tuple[Any, ...]
+
+
+@dataclass
+class LiteralSizes:
+    """Which sizes in the model's code mean the rows of a batch.
+
+    Attributes:
+        followed: the functions whose sizes follow the batch, where the example's rows stand in the code.
+        place: the line of the first such call, and what it says; None where there is none.
+    """
+
+    example: int
+    followed: set[str] = field(default_factory=set)
+    place: str | None = None
+    calls: list[_Call] = field(default_factory=list)
+
+    def traced(self, size: int) -> FunctionMode:
+        """Return what a trace at ``size`` rows runs under: that of the example notes its calls, any other follows them."""
+        if size != self.example:
+            return _Follows(self, size)
+        self.calls = []
+        return _Notes(self)
+
+    def attempts(self) -> Iterator[None]:
+        """Let ever more sizes follow the batch, as long as that changes a trace; last, none."""
+        for names in (_RESHAPES, _RESHAPES | _REPEATS | _FILLS):
+            self.followed, self.place = names, None
+            yield
+            if self.place is None and names is not _RESHAPES:
+                return
+        self.followed, self.place = set(), None
+        yield
+
+
+class _Notes(FunctionMode):
+    def __init__(self, literals: LiteralSizes) -> None:
+        super().__init__()
+        self.literals = literals
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Note a call that takes sizes."""
+        if (found := _sizes_of(function, args, options)) is not None:
+            self.literals.calls.append(found[0])
+        return function(*args, **options)
+
+
+class _Follows(FunctionMode):
+    def __init__(self, literals: LiteralSizes, size: int) -> None:
+        super().__init__()
+        self.literals, self.size = literals, size
+        self.calls = iter(literals.calls)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function`` with this trace's rows where the same call of the example has the example's as a literal."""
+        if (found := _sizes_of(function, args, options)) is None:
+            return function(*args, **options)
+        here, replaced = found
+        there = next(self.calls, None)
+        if there is None or there.name != here.name or len(there.sizes) != len(here.sizes):
+            self.calls = iter(())  # this trace does something else
+        elif here.name in self.literals.followed and there.sizes == here.sizes:
+            dim = _dim_of_rows(there, here, self.literals.example)
+            if dim is not None:
+                sizes = list(here.sizes)
+                sizes[dim] = sizes[dim] // self.literals.example * self.size
+                text = ", ".join(map(str, here.sizes))
+                self.literals.place = self.literals.place or f"{here.name}({text}) at {stack_line()}"
+                args, options = replaced(tuple(sizes))
+        return function(*args, **options)
+
+
+def _sizes_of(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[_Call, Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], dict[str, Any]]]] | None:
+    """Return a call's sizes, and how to call with others; None for a call that takes none."""
+    name = getattr(function, "__name__", "")
+    if name not in _RESHAPES | _REPEATS | _FILLS:
+        return None
+    first = 1 if args and isinstance(args[0], Tensor) else 0
+    shape = tuple(args[0].shape) if first else ()
+    rest = args[first:]
+    word = next((each for each in _WORDS if each in options), None)
+    if word is not None:
+        sizes = options[word]
+        return (_Call(name, shape, tuple(sizes)), lambda new: (args, {**options, word: new})) if _are_sizes(sizes) else None
+    if rest and isinstance(rest[0], Sequence):
+        if not _are_sizes(rest[0]):
+            return None
+        return _Call(name, shape, tuple(rest[0])), lambda new: ((*args[:first], new, *rest[1:]), options)
+    return (_Call(name, shape, rest), lambda new: ((*args[:first], *new), options)) if rest and _are_sizes(rest) else None
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, Sequence) and all(type(size) is int for size in sizes)
+
+
+def _dim_of_rows(there: _Call, here: _Call, example: int) -> int | None:
+    """Return the dim of ``sizes``, the same in both calls, that means the rows of ``example``; None where none does."""
+    if here.name not in _RESHAPES:
+        return next((dim for dim, size in enumerate(here.sizes) if size == example), None)
+    if not _are_sizes(there.shape) or not _are_sizes(here.shape):
+        return None
+    follows = next((dim for dim, (a, b) in enumerate(zip(there.shape, here.shape)) if a != b), None)
+    if follows is None:
+        return None
+    outer, product = math.prod(there.shape[:follows]), 1
+    for dim, size in enumerate(here.sizes):  # rows go where the sizes before hold what the dims before them do
+        if size < 0 or product * size > outer:
+            return dim if size > 0 and size % example == 0 else None
+        product *= size
+    return None

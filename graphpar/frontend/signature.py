@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_leaves_with
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.between_steps import Assigned
+from graphpar.frontend.fixed_size import LiteralSizes
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
 from graphpar.runtime.option_kinds import GENERATE, INFER
@@ -58,6 +59,7 @@ class Request:
     scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
     assigned: list[Assigned] = dataclasses.field(default_factory=list)  # filled by the trace: what the forward assigned
+    literals: LiteralSizes | None = None  # of traces at a fixed size
 
 
 def make_request(
