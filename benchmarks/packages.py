@@ -33,7 +33,7 @@ HEADING = "## Public packages"
 LAUNCH = 6
 """Programs that one launch verifies."""
 MESHES: Mapping[str, Mapping[str, Any]] = {
-    "pp=2": {"mesh": {"pp": 2}},
+    "pp=2": {"mesh": {"pp": 2}, "microbatch_size": 2},
     "tp=2": {"mesh": {"tp": 2}},
     "dp_shard=2": {"mesh": {"dp_shard": 2}, "zero": 3},
 }

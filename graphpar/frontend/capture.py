@@ -260,7 +260,14 @@ class _Traced(nn.Module):
             output = in_full(output)
         if request.training:
             if request.loss_fn is not None:
-                with EqualMasks(), OffMeta(), DataAsDetached(), Branches(values), _losses(dtype, parameters=True), sizes:
+                with (
+                    EqualMasks(),
+                    OffMeta(),
+                    DataAsDetached(),
+                    Branches(values),
+                    _losses(dtype, parameters=True),
+                    sizes,
+                ):
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)

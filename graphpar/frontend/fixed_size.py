@@ -211,12 +211,18 @@ def _sizes_of(
     word = next((each for each in _WORDS if each in options), None)
     if word is not None:
         sizes = options[word]
-        return (_Call(name, shape, tuple(sizes)), lambda new: (args, {**options, word: new})) if _are_sizes(sizes) else None
+        return (
+            (_Call(name, shape, tuple(sizes)), lambda new: (args, {**options, word: new}))
+            if _are_sizes(sizes)
+            else None
+        )
     if rest and isinstance(rest[0], Sequence):
         if not _are_sizes(rest[0]):
             return None
         return _Call(name, shape, tuple(rest[0])), lambda new: ((*args[:first], new, *rest[1:]), options)
-    return (_Call(name, shape, rest), lambda new: ((*args[:first], *new), options)) if rest and _are_sizes(rest) else None
+    return (
+        (_Call(name, shape, rest), lambda new: ((*args[:first], *new), options)) if rest and _are_sizes(rest) else None
+    )
 
 
 def _are_sizes(sizes: Any) -> bool:

@@ -405,6 +405,52 @@ def test_a_model_with_a_literal_batch_is_traced_for_each_size() -> None:
     assert_exact(case, [1, 5])
 
 
+class Literals(nn.Module):
+    """Sizes are written as the 8 rows of the example, beside 8 heads that mean something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.q, self.c = nn.Linear(12, 16), nn.Linear(16, 64), nn.Linear(16 * 5, 4)
+        self.cls, self.cell = nn.Parameter(torch.randn(1, 1, 16)), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).view(8, -1).view(8 * 4, 16).tanh().reshape(8, 4, 16)
+        q = self.q(h).view(8, 4, 8, 8).transpose(1, 2)
+        h = h + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(8, 4, 64)[..., :16]
+        h, _ = self.cell(torch.cat([self.cls.expand(8, -1, -1), h], 1), torch.zeros(1, 8, 16))
+        return self.c(h.reshape(8, -1))
+
+
+@pytest.mark.costly
+def test_sizes_that_stand_in_the_code_as_the_rows_follow_the_batch() -> None:
+    case = Case(Literals(), (torch.randn(8, 4, 12),), {}, F.cross_entropy, (torch.randint(0, 4, (8,)),))
+    program = assert_exact(case, [2, 6], [4, 4], stages=False)
+
+    assert program.unsplittable is None and not program.couplings
+    assert "the 8 of view(8, -1) at test_capture.py" in program.warnings[0]
+    with pytest.raises(gp.GraphparError, match="batches of 8 rows only"):
+        gp.plan(program, mesh={"dp_shard": 2}, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda h: h.view(8, -1, 2, 8).mean((1, 2)),
+        lambda h: h.transpose(0, 1).reshape(8, 8, -1).sum((0, 2)),
+    ],
+)
+def test_the_size_that_rows_go_to_is_found_by_what_lies_before_it(computed: Callable[[Tensor], Tensor]) -> None:
+    class Guessed(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return computed(self.a(x.view(8, 8, 8)))
+
+    case = Case(Guessed(), (torch.randn(8, 8, 8),), {}, square)
+    program = assert_exact(case, [2, 6])
+
+    assert program.unsplittable is None and not program.couplings
+
+
 def test_a_model_of_one_batch_size_runs_whole() -> None:
     class OneSize(Two):
         def __init__(self) -> None:
