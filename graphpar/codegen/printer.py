@@ -429,7 +429,9 @@ class GraphPrinter:
     def _written_in_training(self, node: fx.Node) -> bool:
         """Whether ``node`` counts the batches of a BatchNorm, which has other statistics in evaluation and counts nothing there."""
         module = str(_buffer_of(node).target).rpartition(".")[0]
-        norms = [n for n in self.graph.nodes if operator_name(n) in ("batch_norm", "sync_batch_norm")]
+        norms = [
+            n for n in self.graph.nodes if operator_name(n) in ("batch_norm", "sync_batch_norm", "channel_batch_norm")
+        ]
         norms = [n for n in norms if n.kwargs.get("training") or n.args[5] is True]
         means = [n.args[3].target for n in norms if isinstance(n.args[3], fx.Node)]
         return any(str(mean).rpartition(".")[0] == module for mean in means)

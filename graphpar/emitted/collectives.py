@@ -202,12 +202,16 @@ def sync_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    channels: str = "",
 ) -> Tensor:
     """x S(0), weight, bias R -> S(0): ``F.batch_norm`` with the statistics of the rows of all ranks. [n, c, ...] -> [n, c, ...]
 
-    The running statistics [c] are written alike on all ranks. Computed in float32 at least.
+    The running statistics [c] are written alike on all ranks. Computed in float32 at least. ``channels``: x, weight and bias have
+    this rank's channels of those of an axis; the running statistics are those of all.
     """
-    if not training and running_mean is not None:
+    if not training and running_mean is not None and running_var is not None:
+        if channels:
+            running_mean, running_var = (shard(each, channels, 0) for each in (running_mean, running_var))
         return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
     count = x.numel() // x.size(1)
     for axis in axes:
@@ -225,14 +229,44 @@ def sync_batch_norm(
     var = variances.mean(0) + (means - mean).square().mean(0)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+            fresh = torch.stack([mean, var * (count / (count - 1))])
+            fresh_mean, fresh_var = all_gather(fresh, channels, 1) if channels else fresh
+            running_mean.lerp_(fresh_mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(fresh_var.to(running_var.dtype), momentum)
     result = (wide - mean.view(columns)) * torch.rsqrt(var + eps).view(columns)
     if weight is not None:
         result = result * weight.view(columns)
     if bias is not None:
         result = result + bias.view(columns)
     return result.to(x.dtype)
+
+
+def channel_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    axis: str,
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """x S(1), weight, bias S(0) -> S(1): ``F.batch_norm`` of this rank's channels. [n, c / k, ...] -> [n, c / k, ...]
+
+    The running statistics [c] of all channels are on all ranks, and are written alike.
+    """
+    if running_mean is None or running_var is None:
+        return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)
+    own = shard(torch.stack([running_mean, running_var]), axis, 1)
+    result = F.batch_norm(x, own[0], own[1], weight, bias, training, momentum, eps)
+    if training:
+        with torch.no_grad():
+            mean, var = all_gather(own, axis, 1)
+            running_mean.copy_(mean)
+            running_var.copy_(var)
+    return result
 
 
 # Rows that are sorted by expert. ``offs`` [experts]: where each expert's rows end.

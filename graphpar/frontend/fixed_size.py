@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.export import ExportedProgram
 from graphpar.frontend.trace_guards import FunctionMode
 from graphpar.ir.batch_sizes import integer_arguments, is_unknown, scalar_arguments
 from graphpar.ir.source import stack_line
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_named
 
 NUMBERS = "batch_numbers"  # node metadata: {argument: c} for numbers that are c * batch
 TWIN = "twin"  # node metadata: the node's value in the other trace, from which those of new nodes follow
@@ -114,10 +117,19 @@ def _known(value: Any) -> Tensor | None:
 
 # ---- sizes in the code -------------------------------------------------------------------------------------------
 
-_RESHAPES = {"view", "reshape"}
-_REPEATS = {"expand", "repeat", "broadcast_to", "tile"}
-_FILLS = {"zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"}
-_WORDS = ("size", "shape", "repeats", "dims")
+_WORDS = ("size", "shape", "repeats")
+"""What torch's functions call the argument that has sizes."""
+_ALSO = {"repeat": Kind.EXPAND, "rand": Kind.FACTORY, "randn": Kind.FACTORY}
+
+
+@cache
+def _sized(name: str) -> Kind | None:
+    """Return the kind of a function whose first arguments, after the tensor it is a method of, are sizes; None for others."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
+    takes = any(argument.name in _WORDS for each in overloads for argument in each._schema.arguments)
+    kind = _ALSO.get(name, record_named(name).kind)
+    return kind if takes and kind in (Kind.RESHAPE, Kind.EXPAND, Kind.FACTORY) else None
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,7 @@ class _Call:
     """A call that takes sizes, in the trace of the example."""
 
     name: str
+    kind: Kind
     shape: tuple[Any, ...]  # of the tensor that it is a method of
     sizes: tuple[Any, ...]
 
@@ -134,12 +147,12 @@ class LiteralSizes:
     """Which sizes in the model's code mean the rows of a batch.
 
     Attributes:
-        followed: the functions whose sizes follow the batch, where the example's rows stand in the code.
+        followed: the kinds of functions whose sizes follow the batch, where the example's rows stand in the code.
         place: the line of the first such call, and what it says; None where there is none.
     """
 
     example: int
-    followed: set[str] = field(default_factory=set)
+    followed: tuple[Kind, ...] = ()
     place: str | None = None
     calls: list[_Call] = field(default_factory=list)
 
@@ -152,13 +165,12 @@ class LiteralSizes:
 
     def attempts(self) -> Iterator[None]:
         """Let ever more sizes follow the batch, as long as that changes a trace; last, none."""
-        for names in (_RESHAPES, _RESHAPES | _REPEATS | _FILLS):
-            self.followed, self.place = names, None
+        for kinds in ((Kind.RESHAPE,), (Kind.RESHAPE, Kind.EXPAND, Kind.FACTORY)):
+            self.followed, self.place = kinds, None
             yield
-            if self.place is None and names is not _RESHAPES:
-                return
-        self.followed, self.place = set(), None
-        yield
+        if self.place is not None:
+            self.followed, self.place = (), None
+            yield
 
 
 class _Notes(FunctionMode):
@@ -187,7 +199,7 @@ class _Follows(FunctionMode):
         there = next(self.calls, None)
         if there is None or there.name != here.name or len(there.sizes) != len(here.sizes):
             self.calls = iter(())  # this trace does something else
-        elif here.name in self.literals.followed and there.sizes == here.sizes:
+        elif here.kind in self.literals.followed and there.sizes == here.sizes:
             dim = _dim_of_rows(there, here, self.literals.example)
             if dim is not None:
                 sizes = list(here.sizes)
@@ -203,7 +215,7 @@ def _sizes_of(
 ) -> tuple[_Call, Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], dict[str, Any]]]] | None:
     """Return a call's sizes, and how to call with others; None for a call that takes none."""
     name = getattr(function, "__name__", "")
-    if name not in _RESHAPES | _REPEATS | _FILLS:
+    if (kind := _sized(name)) is None:
         return None
     first = 1 if args and isinstance(args[0], Tensor) else 0
     shape = tuple(args[0].shape) if first else ()
@@ -212,16 +224,18 @@ def _sizes_of(
     if word is not None:
         sizes = options[word]
         return (
-            (_Call(name, shape, tuple(sizes)), lambda new: (args, {**options, word: new}))
+            (_Call(name, kind, shape, tuple(sizes)), lambda new: (args, {**options, word: new}))
             if _are_sizes(sizes)
             else None
         )
     if rest and isinstance(rest[0], Sequence):
         if not _are_sizes(rest[0]):
             return None
-        return _Call(name, shape, tuple(rest[0])), lambda new: ((*args[:first], new, *rest[1:]), options)
+        return _Call(name, kind, shape, tuple(rest[0])), lambda new: ((*args[:first], new, *rest[1:]), options)
     return (
-        (_Call(name, shape, rest), lambda new: ((*args[:first], *new), options)) if rest and _are_sizes(rest) else None
+        (_Call(name, kind, shape, rest), lambda new: ((*args[:first], *new), options))
+        if rest and _are_sizes(rest)
+        else None
     )
 
 
@@ -231,7 +245,7 @@ def _are_sizes(sizes: Any) -> bool:
 
 def _dim_of_rows(there: _Call, here: _Call, example: int) -> int | None:
     """Return the dim of ``sizes``, the same in both calls, that means the rows of ``example``; None where none does."""
-    if here.name not in _RESHAPES:
+    if here.kind is not Kind.RESHAPE:
         return next((dim for dim, size in enumerate(here.sizes) if size == example), None)
     if not _are_sizes(there.shape) or not _are_sizes(here.shape):
         return None

@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class LocalCall:
     kwargs: dict[str, Any]
     degrees: Mapping[str, int]
     target: Any = None
+    axes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by the rewrites that replace the call
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the argument ``name``."""
@@ -112,6 +113,7 @@ class Composite:
         sends: (node, the rank's operands, its result, degree) -> what goes over the axis; ``node`` for its options.
         divides: what an axis must divide for it.
         updates: it writes the same to buffers on all ranks.
+        also: composites of the same ``of`` on other axes, whose work the function does as well.
         title: what a model has in its place, or what its collectives are called, for people.
         samples: arguments of ``of``, or of the function where there is none; of a function that takes an axis, those of one rank.
     """
@@ -126,6 +128,7 @@ class Composite:
     sends: Callable[[fx.Node, Sequence[Local], Local, int], Messages] | None = None
     divides: tuple[Divides, ...] = tuple(Divides)
     updates: bool = False
+    also: tuple[str, ...] = ()
     title: str = ""
     samples: tuple[Sample, ...] = ()
 

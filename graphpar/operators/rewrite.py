@@ -67,11 +67,25 @@ def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], spe
 
 
 def _replaced(call: LocalCall, specs: CallSpecs, emit: Emit) -> Any:
-    for name in filter(None, specs.rewrites):
-        if (replace := REWRITES[name].replace) is not None:
-            axes = [axis for axis, other in zip(specs.degrees, specs.rewrites) if other == name]
-            return replace(call, axes, emit)
-    return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
+    names = replacing(specs.rewrites)
+    if not names:
+        return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
+    call.axes = {name: [axis for axis, other in zip(specs.degrees, specs.rewrites) if other == name] for name in names}
+    replace = REWRITES[names[0]].replace
+    assert replace is not None
+    return replace(call, call.axes[names[0]], emit)
+
+
+def replacing(rewrites: Sequence[str]) -> list[str]:
+    """Return the rewrites that replace a call, each once; first one that does the work of the others, where there is one."""
+    names = [name for name in dict.fromkeys(rewrites) if name and REWRITES[name].replace is not None]
+    return sorted(names, key=lambda name: not set(names) - {name} <= set(REWRITES[name].also))
+
+
+def can_replace(rewrites: Sequence[str]) -> bool:
+    """Whether one call can be all that these rewrites, one an axis, put in the place of a call."""
+    names = replacing(rewrites)
+    return len(names) < 2 or set(names[1:]) <= set(REWRITES[names[0]].also)
 
 
 def _labels(call: LocalCall, specs: CallSpecs, emit: Emit) -> Any:
@@ -214,7 +228,9 @@ def _composite(composite: Composite) -> Rewrite:
     def replace(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
         return emit(composite.function, *arguments(call, axes))
 
-    return Rewrite(replace=replace, together=True, divides=composite.divides, updates=composite.updates)
+    return Rewrite(
+        replace=replace, together=True, divides=composite.divides, updates=composite.updates, also=composite.also
+    )
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,7 @@ class Rewrite:
         together: the ranks communicate.
         divides: what an axis must divide for it.
         updates: buffers that it writes are the same on all ranks.
+        also: rewrites on other axes that it does as well.
     """
 
     change: Callable[[LocalCall, int], None] | None = None
@@ -236,6 +253,7 @@ class Rewrite:
     together: bool = False
     divides: tuple[Divides, ...] = tuple(Divides)
     updates: bool = False
+    also: tuple[str, ...] = ()
 
 
 _BY_EXPERTS = (Divides.EXPERTS, Divides.WEIGHTS, Divides.SEQUENCE)

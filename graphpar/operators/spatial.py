@@ -18,7 +18,8 @@ from graphpar.operators.moves import last, unsharded
 from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
 from graphpar.operators.record import FIRST, Kind, Reads, Record, each
-from graphpar.runtime.layout import Shard
+from graphpar.runtime.axes import Divides
+from graphpar.runtime.layout import R, Shard
 
 
 def convolution(node: fx.Node, context: Context) -> list[Placement]:
@@ -70,8 +71,32 @@ def sync_batch_norm(node: fx.Node, context: Context) -> list[Placement]:
     return [Placement(p.operands, p.results, "sync_batch_norm") for p in from_rule(node, rule, context) if p.divides]
 
 
+def channel_batch_norm(node: fx.Node, context: Context) -> list[Placement]:
+    """Each rank normalizes its channels, and all write the statistics of all channels."""
+    x, *others = operands_of(node)
+    stored = [node.args[place] for place in (3, 4)]
+    writes = literal(node, "training") and stored[0] is not None
+    if context.replicas or not writes or value_of(x).ndim < 2 or value_of(x).shape[1] % context.degree:
+        return []
+    kinds = (Shard(1), *(R if operand in stored else Shard(0) for operand in others))
+    return [Placement(kinds, (Shard(1),), "channel_batch_norm")]
+
+
+def _channel_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (axis,) = axes
+    return (*call.args[:5], axis), {name: call.get(name) for name in ("training", "momentum", "eps")}
+
+
+def _channel_messages(node: fx.Node, operands: Sequence[Local], result: Local, degree: int) -> Messages:
+    """The running mean and variance of each channel."""
+    return [Message("all-gather", 8 * degree * operands[0].sizes[1])], []
+
+
 def _sync_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (*call.args[:5], tuple(axes)), {name: call.get(name) for name in ("training", "momentum", "eps")}
+    options = {name: call.get(name) for name in ("training", "momentum", "eps")}
+    if call.axes.get("channel_batch_norm"):
+        (options["channels"],) = call.axes["channel_batch_norm"]
+    return (*call.args[:5], tuple(axes)), options
 
 
 def _sync_messages(node: fx.Node, operands: Sequence[Local], result: Local, degree: int) -> Messages:
@@ -90,6 +115,7 @@ def _norm_of_parts(
     training: bool,
     momentum: float,
     eps: float,
+    channels: str = "",
 ) -> Tensor:
     mean, var = (None, None) if training else (running_mean, running_var)
     return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
@@ -221,8 +247,28 @@ RECORDS: dict[str, Record] = {
             arguments=_sync_arguments,
             sends=_sync_messages,
             updates=True,
+            also=("channel_batch_norm",),
             title="statistics of BatchNorm",
             samples=(lambda draw: ((draw(4, 3, 5), draw(3), draw(3), None, None, True, 0.1, 1e-5, False), {}),),
+        ),
+    ),
+    "channel_batch_norm": Record(
+        Kind.NORM,
+        module="BatchNorm{}d",
+        composite=Composite(
+            collectives.channel_batch_norm,
+            _norm_of_parts,
+            of=torch.ops.aten.batch_norm.default,
+            placements=channel_batch_norm,
+            arguments=_channel_arguments,
+            sends=_channel_messages,
+            divides=(Divides.WEIGHTS,),
+            updates=True,
+            title="running statistics of BatchNorm",
+            samples=(
+                lambda draw: ((draw(4, 6, 5), *(draw(6) for _ in range(4)), True, 0.1, 1e-5, False), {}),
+                lambda draw: ((draw(4, 6), None, None, draw(6), draw(6), True, 0.1, 1e-5, False), {}),
+            ),
         ),
     ),
     "batch_norm": Record(Kind.NORM, batch_norm, module="BatchNorm{}d", spelling=(write.batch_norm,)),

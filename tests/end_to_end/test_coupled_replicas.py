@@ -18,6 +18,7 @@ from tests.tools.samples import sample
 MESHES = {
     "dp2": {"dp_replicate": 2},
     "dp4": {"dp_replicate": 4},
+    "tp2": {"tp": 2},
     "dp2 x tp2": {"dp_replicate": 2, "tp": 2},
     "pp2 x dp2": {"pp": 2, "dp_replicate": 2},
     "shard2": {"dp_shard": 2},
@@ -93,9 +94,19 @@ def test_what_is_written() -> None:
     assert "sync_batch_norm(\n                self.stem(x)" in resnet
     clip = parts("clip", "dp2").files["stage_0.py"]
     assert clip.count("all_gather(") == 1 and "(images" in clip
+    for mesh, function in (("tp2", "channel_batch_norm"), ("dp2 x tp2", "sync_batch_norm")):
+        assert f"{function}(\n                    self.widen(x)" in parts("mobile", mesh).files["stage_0.py"]
+    assert 'channels="tp"' in parts("mobile", "dp2 x tp2").files["stage_0.py"]
 
 
 FAULTS = {
+    "running statistics that have a rank's own channels alone": (
+        "mobile", "collectives.py", "mean, var = all_gather(own, axis, 1)", "mean, var = own.repeat(1, size(axis))", "tp2",
+    ),
+    "running statistics of the first rank's channels": (
+        "mobile", "collectives.py", "own = shard(torch.stack([running_mean, running_var]), axis, 1)",
+        "own = torch.stack([running_mean, running_var])[:, : x.size(1)]", "tp2",
+    ),
     "statistics of a replica's own rows": (
         "resnet", "collectives.py", "pieces = all_gather(pieces, axis, 0)", "pieces = pieces",
     ),
@@ -118,12 +129,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(2 / 5)
 def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
-    name, file, before, after = FAULTS[fault]
-    folder = with_whole_modules(parts(name, "dp2").save(tmp_path / "faulty"))
+    name, file, before, after, *others = FAULTS[fault]
+    (mesh,) = others or ["dp2"]
+    folder = with_whole_modules(parts(name, mesh).save(tmp_path / "faulty"))
     text = (folder / file).read_text()
     assert before in text, text
     (folder / file).write_text(text.replace(before, after))
-    (outcome,) = verify_all([folder], references=[reference(name)], timeout_s=600)
+    (outcome,) = verify_all(
+        [folder], references=[reference_for(parts(name, mesh)) if others else reference(name)], timeout_s=600
+    )
     assert not outcome.ok
     assert outcome.max_error, outcome.problems  # it ran
 

@@ -43,6 +43,20 @@ class ResNet(nn.Module):
         return self.last(self.head(x.mean((2, 3))))
 
 
+class Mobile(nn.Module):
+    """Convolutions of single channels between two of all channels: a rank keeps its channels through BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.bn1 = nn.Conv2d(3, 64, 1, bias=False), nn.BatchNorm2d(64, affine=False)
+        self.places, self.bn2 = nn.Conv2d(64, 64, 3, 1, 1, groups=64, bias=False), nn.BatchNorm2d(64, momentum=0.3)
+        self.narrow, self.last = nn.Conv2d(64, 8, 1), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.bn2(self.places(F.relu6(self.bn1(self.widen(x))))))
+        return self.last(self.narrow(x).mean((2, 3)))
+
+
 def _tower(features: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 32), nn.GELU(), nn.Linear(32, 16))
 
@@ -161,6 +175,7 @@ def _labels() -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
     "resnet": (ResNet, lambda: [torch.randn(ROWS, 3, 32, 32)]),
+    "mobile": (Mobile, lambda: [torch.randn(ROWS, 3, 16, 16)]),
     "clip": (Clip, lambda: [torch.randn(ROWS, 24), torch.randn(ROWS, 12)]),
     "simclr": (SimClr, lambda: [torch.randn(ROWS, 24), torch.randn(ROWS, 24)]),
     "largest": (Largest, lambda: [torch.randn(ROWS, 24), torch.randn(ROWS, 16)]),
@@ -176,7 +191,7 @@ def case(name: str) -> Case:
     torch.manual_seed(0)
     build, inputs = MODELS[name]
     options: dict[str, Any] = {}
-    if name == "resnet":
+    if name in ("resnet", "mobile"):
         options = {
             "loss_fn": lambda found, label: F.cross_entropy(found, label),
             "targets": (torch.randint(0, 12, (ROWS,)),),

@@ -21,6 +21,7 @@ from graphpar.operators.composite import Sample
 from graphpar.operators.prove import Call, prove
 from graphpar.operators.rules import placements
 from graphpar.operators.table import COMPOSITES
+from graphpar.runtime.axes import Divides
 from graphpar.verification.products_proof import product_problems
 
 LOCAL = [name for name, composite in COMPOSITES.items() if composite.of is None and not composite.composed]
@@ -64,7 +65,8 @@ def test_shards_of_a_function_are_those_of_the_operator_that_it_replaces(name: s
     for sample in composite.samples:
         torch.manual_seed(0)
         call = Call(composite.of, *sample(_draw))
-        for proof in prove(call, placements, degree, replicas=composite.updates):
+        replicas = composite.updates and Divides.ROWS in composite.divides
+        for proof in prove(call, placements, degree, replicas=replicas):
             if proof.placement.rewrite == name:
                 assert not proof.problem, str(proof.placement)
                 tried += 1
@@ -79,6 +81,7 @@ def test_types_are_declared_where_the_function_is() -> None:
         "vocab_embedding": "weight S(0), ids R -> P",
         "vocab_cross_entropy": "logits S(1), target R -> I",
         "sync_batch_norm": "x S(0), weight, bias R -> S(0)",
+        "channel_batch_norm": "x S(1), weight, bias S(0) -> S(1)",
     }
 
 
@@ -184,6 +187,7 @@ import torch
 
 import graphpar as gp
 from graphpar.operators.table import COMPOSITES
+from graphpar.runtime.axes import Divides
 from model import Toy
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ _WITHOUT = (
     "__invert__ agree_on _assert_async _assert_scalar _assert_tensor_metadata _guards_fn _log_softmax _safe_softmax _softmax _unsafe_view "
     "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_avg_pool1d "
     "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d addbmm addr affine_grid_generator arange as_strided avg_pool2d "
-    "avg_pool3d bincount cholesky cholesky_inverse constant_pad_nd conv_transpose3d convolution ctc_loss cummin dot "
+    "avg_pool3d bincount channel_batch_norm cholesky cholesky_inverse constant_pad_nd conv_transpose3d convolution ctc_loss cummin dot "
     "embedding_bag empty empty_like expert_rows expert_sums eye feature_dropout fill float_power floordiv full full_like ger "
     "getitem grid_sampler_2d grid_sampler_3d grouped_mm grouped_mm_fallback gru imag index_reduce isin istft linalg_cholesky "
     "linalg_cholesky_ex linspace logcumsumexp logdet logspace lstm max_pool1d max_pool1d_with_indices max_pool3d "

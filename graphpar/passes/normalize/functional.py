@@ -153,7 +153,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands that an operator writes: that of an operator in place, the running statistics of BatchNorm."""
     targets: Sequence[Any] = [node.args[0]] if is_inplace(node) else []
     if (operator_name(node) == "batch_norm" and node.args[5]) or (
-        operator_name(node) == "sync_batch_norm" and node.kwargs["training"]
+        operator_name(node) in ("sync_batch_norm", "channel_batch_norm") and node.kwargs["training"]
     ):
         targets = node.args[3:5]
     return [target for target in targets if isinstance(target, fx.Node)]

@@ -22,7 +22,7 @@ from graphpar.ir.batch_sizes import is_size
 from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.gradients import block_results, differentiable_nodes
 from graphpar.operators.placement import Context, Placement, operands_of, results_of, sizes_of
-from graphpar.operators.rewrite import REWRITES
+from graphpar.operators.rewrite import REWRITES, can_replace
 from graphpar.operators.rules import placements
 from graphpar.passes.normalize.functional import is_inplace
 from graphpar.runtime.axes import AXIS
@@ -345,11 +345,14 @@ class _Builder:
         for combination in itertools.product(*options):
             before = tuple(tuple(p.operands[i] for p in combination) for i in range(len(operands)))
             after = tuple(tuple(p.results[i] for p in combination) for i in range(results))
-            if len(self.axes) > 1 and not all(self._fits(operand, types) for operand, types in zip(operands, before)):
+            rewrites = tuple(p.rewrite for p in combination)
+            if len(self.axes) > 1 and not (
+                can_replace(rewrites) and all(self._fits(operand, types) for operand, types in zip(operands, before))
+            ):
                 continue
             divided = tuple(p.divides for p in combination)
             share = math.prod(self.degrees[axis] for axis, own in zip(self.axes, divided) if own)
-            found.append(Choice(before, after, tuple(p.rewrite for p in combination), divided, share))
+            found.append(Choice(before, after, rewrites, divided, share))
         return found
 
     def _fits(self, node: fx.Node, types: Types) -> bool:
