@@ -119,16 +119,21 @@ def _known(value: Any) -> Tensor | None:
 
 _WORDS = ("size", "shape", "repeats")
 """What torch's functions call the argument that has sizes."""
-_ALSO = {"repeat": Kind.EXPAND, "rand": Kind.FACTORY, "randn": Kind.FACTORY}
 
 
 @cache
 def _sized(name: str) -> Kind | None:
     """Return the kind of a function whose first arguments, after the tensor it is a method of, are sizes; None for others."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
+    overloads = (
+        [getattr(packet, each) for each in packet.overloads()]
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        else []
+    )
     takes = any(argument.name in _WORDS for each in overloads for argument in each._schema.arguments)
-    kind = _ALSO.get(name, record_named(name).kind)
+    kind = record_named(name).kind
+    if name == "repeat" or name.startswith("rand"):
+        kind = Kind.EXPAND if name == "repeat" else Kind.FACTORY
     return kind if takes and kind in (Kind.RESHAPE, Kind.EXPAND, Kind.FACTORY) else None
 
 
