@@ -471,6 +471,7 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
     model = policy.model
     policy.begin()
     rows = setting.rows(reference.batches[step], part)
+    counted = _counters(model) if setting.microbatched else []
     with setting.as_planned(step, part) as watched:
         loss = _loss(setting, policy, rows) if setting.forward is None else _given_loss(setting.forward, policy, rows)
         loss = loss / setting.parts if setting.parts > 1 else loss
@@ -480,8 +481,8 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
     for parameter in policy.parameters:  # a sparse one can't be clipped or written
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-    if setting.microbatched:
-        _count_microbatches(model, setting.plan.microbatches)
+    for counter, before in counted:  # microbatches, not batches
+        counter += (counter - before) * (setting.plan.microbatches - 1)
     reference.dtype = least_precise([reference.dtype, *watched.dtypes])
     if step == 0:
         reference.loss_dtype = loss.dtype
@@ -554,12 +555,10 @@ def _stable_rate(squares: float) -> float:
     return LEARNING_RATE / max(1.0, norm)
 
 
-def _count_microbatches(model: nn.Module, microbatches: int) -> None:
-    """Let BatchNorm's counters count microbatches, not batches."""
-    for module in model.modules():
-        counter = getattr(module, "num_batches_tracked", None)
-        if module.training and isinstance(counter, Tensor):
-            counter += microbatches - 1
+def _counters(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return BatchNorm's counters of batches, each with what it is now."""
+    found = (getattr(module, "num_batches_tracked", None) for module in model.modules())
+    return [(counter, counter.clone()) for counter in found if isinstance(counter, Tensor)]
 
 
 def _ties(named: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

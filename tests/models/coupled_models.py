@@ -51,6 +51,7 @@ class Mobile(nn.Module):
         self.widen, self.bn1 = nn.Conv2d(3, 64, 1, bias=False), nn.BatchNorm2d(64, affine=False)
         self.places, self.bn2 = nn.Conv2d(64, 64, 3, 1, 1, groups=64, bias=False), nn.BatchNorm2d(64, momentum=0.3)
         self.narrow, self.last = nn.Conv2d(64, 8, 1), nn.Linear(8, 12)
+        self.unused = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.bn2(self.places(F.relu6(self.bn1(self.widen(x))))))
