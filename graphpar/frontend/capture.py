@@ -503,6 +503,6 @@ def _where(error: Exception, model: nn.Module) -> str:
     place = user_line(error)
     where = f" in {type(module).__name__} {names[module]!r}" if module is not None and names[module] else ""
     where += f" ({place})" if place else ""
-    if isinstance(module, nn.modules.batchnorm._NormBase):
+    if isinstance(module, nn.modules.batchnorm._NormBase) and "more than 1 value per channel" not in str(error):
         where += f", which takes dim 1 of its input as its {module.num_features} features, but dim 1 is the batch"
     return where
