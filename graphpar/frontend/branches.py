@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
+import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.repetitions import REPETITION
 from graphpar.frontend.trace_guards import FunctionMode
 from graphpar.ir.program import OTHERWISE
-from graphpar.ir.source import condition_now, left_out_now, stack_line
+from graphpar.ir.source import condition_now, left_out_now, stack_line, user_text_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.stages.deferred import Recorder
 
@@ -274,9 +276,12 @@ class Branches(FunctionMode):
         self.numbers: dict[Any, Tensor] = {}  # by symbol: the tensor whose value it is
         self._pending: list[tuple[Tensor, str]] = []  # marks of conditions in a region, which are made behind it
         self._bool = torch.SymBool.__bool__
+        self._texts = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)}
 
     def __enter__(self) -> Any:
         decided = self._bool
+        for kind, text in self._texts.items():
+            kind.__repr__ = _guarded(text)  # type: ignore[method-assign]
         self._outside = _modes()
 
         def of_number(value: torch.SymBool) -> bool:
@@ -288,6 +293,8 @@ class Branches(FunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         torch.SymBool.__bool__ = self._bool  # type: ignore[method-assign]
+        for kind, text in self._texts.items():
+            kind.__repr__ = text  # type: ignore[method-assign]
         super().__exit__(*error)
         if not any(error):
             self._mark()
@@ -381,6 +388,29 @@ class Branches(FunctionMode):
         for condition, mark in pending:
             plain = condition.reshape(()) if condition.ndim else condition
             torch._assert_async(plain if plain.dtype is torch.bool else plain != 0, mark)
+
+
+def _guarded(text: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return ``text``, the text of a number, for numbers that stand for any value: only what a model prints or logs may have it.
+
+    The function that is returned raises ``GraphparError`` where other code of the model asks for such a text.
+    """
+
+    def shown(value: Any) -> str:
+        symbols = value.node.expr.free_symbols if isinstance(value.node.expr, sympy.Basic) else ()
+        line = user_text_of(sys._getframe(1))  # str() and f-strings are C code, which has no frame
+        depends = any(symbol_is_type(each, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for each in symbols)
+        if depends and line is not None and not _SAYS.match(line):
+            raise GraphparError(
+                f"The model makes a text of a number that depends on values, `{line}`{_at()}, which a trace can't follow: compare numbers, "
+                "or leave it out."
+            )
+        return text(value)
+
+    return shown
+
+
+_SAYS = re.compile(r"(print|[\w.]*(log|warn|writer|debug|info)[\w.]*)\s*\(", re.IGNORECASE)
 
 
 def _modes() -> tuple[bool, ...]:

@@ -485,6 +485,11 @@ def _explained(error: Exception, request: Request) -> GraphparError:
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
             f"{advice}" + (f": {place}." if place else f". ({kind}: {_first_line(error)})")
         )
+    if isinstance(error, SyntaxError):  # torch writes code with the operator's argument names, of which one is ``from``
+        place = user_line(error)
+        return GraphparError(
+            f"torch can't trace random_ with bounds{f' ({place})' if place else ''}: call torch.randint(low, high, x.shape) instead."
+        )
     mixed = ""
     if to is not None and "dtype" in text:
         name = str(to).removeprefix("torch.")

@@ -348,14 +348,20 @@ def masks_as_given() -> Iterator[None]:
 
 
 def check_collectives(exported: ExportedProgram) -> None:
-    """Refuse collectives in a model, which must be written for one device.
+    """Refuse collectives in a model, which must be written for one device, and functions that are mapped over a dim.
 
     Raises:
-        GraphparError: the model calls a collective.
+        GraphparError: the model calls a collective, or torch.vmap.
     """
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             refuse_collective(node)
+            if getattr(node.target, "__name__", "") == "_add_batch_dim":
+                source = source_of(node.meta.get("stack_trace") or "")
+                raise GraphparError(
+                    f"The model calls torch.vmap{_where(f'{source.file}:{source.line}' if source else '')}, whose operators have a dim "
+                    "that their trace does not show. Write the function for all rows at once (a dim more, broadcasting, torch.einsum)."
+                )
 
 
 def refuse_collective(node: fx.Node) -> None:

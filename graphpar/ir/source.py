@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -67,6 +68,12 @@ def _is_library(path: str) -> bool:
 def user_line(error: BaseException) -> str:
     """Return ``file.py:12``, the user's innermost line on the way to where ``error`` was raised; empty if there is none."""
     return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def user_text_of(frame: FrameType) -> str | None:
+    """Return the line that ``frame`` runs; None where that is no code of the user."""
+    path = frame.f_code.co_filename
+    return None if path.startswith("<") or _is_library(path) else linecache.getline(path, frame.f_lineno).strip()
 
 
 def in_loop(error: BaseException) -> bool:
