@@ -151,6 +151,25 @@ def test_loops_and_numbers_are_refused(layer: Callable[[Around, Tensor], Tensor]
         traced(layer)
 
 
+def _printed(_: Around, h: Tensor) -> Tensor:
+    print(f"largest: {h.max().item()}")
+    return h
+
+
+def _by_text(_: Around, h: Tensor) -> Tensor:
+    return h * 2 if f"{(h > 0).sum().item()}" == "13" else h
+
+
+def test_a_text_of_a_number_decides_nothing() -> None:
+    """It is that of any number; a model may print it."""
+    assert not traced(_printed).couplings
+
+    with pytest.raises(
+        gp.GraphparError, match=r"makes a text of a number that depends on values, .*\(test_branches.py"
+    ):
+        traced(_by_text)
+
+
 def test_examples_without_values_decide_nothing() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

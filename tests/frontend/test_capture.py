@@ -470,6 +470,18 @@ def test_a_model_of_one_batch_size_runs_whole() -> None:
 # ---- what a trace would lose -----------------------------------------------------------------------------------
 
 
+def test_functions_that_no_trace_shows_are_named() -> None:
+    for layer, says in (
+        (
+            lambda _, h: torch.vmap(lambda row: row * row.sum())(h),
+            r"torch.vmap \(test_capture.py:\d+\).*all rows at once",
+        ),
+        (lambda _, h: h + torch.empty_like(h).random_(5, 10), "random_ with bounds.*torch.randint"),
+    ):
+        with pytest.raises(gp.GraphparError, match=says):
+            Case(Around(layer), (X,), {}, square).export()
+
+
 class Tripled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

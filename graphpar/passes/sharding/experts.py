@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, value_of
@@ -82,7 +82,7 @@ def check_degree(experts: Experts, degree: int, program: str) -> None:
 
 def first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
     """Return the parameter of three or more dims that ``node`` is or is a view of, and which dim of ``node`` is its first."""
-    if value_of(node).ndim < 3:
+    if not isinstance(value_of(node), Tensor) or value_of(node).ndim < 3:
         return None, 0
     if node.op == "get_attr":
         return node, 0

@@ -231,6 +231,17 @@ def _sent_bytes(plan: gp.Plan, chosen: Tensor) -> list[int]:
 
 def test_a_model_without_sorted_rows_is_refused() -> None:
     assert exchangeable(example("gpt")) == {}
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.rand(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.weights.unbind()
+            return (x @ first @ second).square().mean()
+
+    assert exchangeable(gp.export(Parts(), (torch.rand(4, 8),))) == {}
     with pytest.raises(GraphparError, match=r"Mesh dp_expert=2: GPT.* has no experts that rows can be sent to"):
         gp.plan(example("gpt"), mesh={"dp_expert": 2})
 
