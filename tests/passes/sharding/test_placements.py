@@ -386,3 +386,27 @@ def test_heads_that_do_not_divide_are_told_however_little_they_compute() -> None
     plan = gp.plan(program, mesh={"tp": 3}, shard_plan=WHOLE_ATTENTION)
     (line,) = (line for line in plan.sharding.undivided if "heads" in line)
     assert "4 heads don't divide over tp=3" in line and float(line.rpartition("(")[2].split("%")[0]) < 1
+
+
+class BiasedRouter(nn.Module):
+    """Scores with a bias, too few to be sharded, by which each row chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scores, self.chosen, self.last = (
+            nn.Linear(8, 7),
+            nn.Linear(7, 5),
+            nn.Embedding(5, 8),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.scores(self.first(x).tanh()).argmax(-1)
+        return (self.last(x) + self.chosen(chosen)).square().mean()
+
+
+def test_ranks_agree_on_scores_that_have_a_bias() -> None:
+    program = gp.export(BiasedRouter(), (torch.randn(4, 8),))
+    text = gp.partition(program, gp.plan(program, mesh={"tp": 2})).files["stage_0.py"]
+
+    assert "agree_on(" in text and "self.scores(" in text
