@@ -482,7 +482,8 @@ def size_coefficient(size: Any) -> int | None:
 @functools.lru_cache(maxsize=4096)
 def _coefficient(expression: Any) -> int | None:
     symbols = expression.free_symbols
-    if not symbols or any(str(symbol).startswith("u") for symbol in symbols):  # u: how many a mask chooses
+    chosen = [symbol for symbol in symbols if str(symbol).startswith("u")]  # how many a mask chooses
+    if len(chosen) == len(symbols):
         return None
     if len(symbols) > 1:
         raise GraphparError(f"A tensor has a size that is not a multiple of the batch: {expression}.")

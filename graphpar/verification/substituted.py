@@ -158,7 +158,7 @@ class Substituted(TorchFunctionMode):
         if input.ndim == _ALONE.get(plain):  # without a batch, as torch takes it
             return self._dropout(input.unsqueeze(0), p, drop=drop).squeeze(0)
         keys, dim, _ = self.stream()
-        result = drop(input, p, keys, dim)
+        result = drop(input, p, keys, dim) if dim >= 0 else drop(input.unsqueeze(0), p, keys, 0).squeeze(0)
         leaf = input.is_leaf and input.requires_grad
         return input.copy_(result) if inplace and not leaf else result
 

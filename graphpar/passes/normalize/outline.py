@@ -282,7 +282,7 @@ def block_names(regions: list[Region]) -> dict[str, str]:
             parts = [part for position, part in enumerate(prefix) if position not in shared]
             name = simple
             for part in parts:
-                word = "".join(piece[:1].upper() + piece[1:] for piece in part.split("_"))
+                word = "".join(piece[:1].upper() + piece[1:] for piece in re.split(r"_|\W", part))
                 name += f"_{word}" if word[:1].isdigit() and name[-1:].isdigit() else word
             names[digest] = _free(name, names.values())
     return names

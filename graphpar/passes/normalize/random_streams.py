@@ -181,9 +181,7 @@ class _Streams:
         self.analysis.visit(node)
         state = self.analysis.states[source]
         if not isinstance(state, Rows):
-            raise GraphparError(
-                f"Dropout on a tensor without a batch dim ({node.name}); its masks could not follow the examples."
-            )
+            return self._dropped_once(node)
         if name == "feature_dropout" and state.dim > 1:
             raise GraphparError(
                 f"Channel dropout ({node.name}) has the batch on dim {state.dim} of its operand, so it drops channels of all examples at "
@@ -205,6 +203,18 @@ class _Streams:
         new.meta = dict(node.meta)
         self.analysis.states[new] = self.analysis.states[node]
         return new
+
+    def _dropped_once(self, node: fx.Node) -> fx.Node:
+        """Drop elements of what no dim of follows the batch, the same for all examples of a step."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if operator_name(node) != "dropout" or batch_dims_of(source):
+            raise GraphparError(
+                f"Dropout on a tensor without a batch dim ({node.name}{where(node)}); its masks could not follow the examples."
+            )
+        one = self._made(node, _aten.unsqueeze.default, source, 0)
+        one = self._made(node, random_streams.dropout, one, node.args[1], self._stream(node, None), 0, True)
+        return self._made(node, _aten.squeeze.dims, one, [0])
 
     # ---- other random operators ----
 

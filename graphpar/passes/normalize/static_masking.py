@@ -33,6 +33,7 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.graph_matching import sizes
+from graphpar.passes.normalize.joined_rows import HARMLESS, join_chosen
 from graphpar.passes.normalize.mask_indexing import keep_tokens, spell_as_mask, spell_by_rows
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
@@ -48,7 +49,6 @@ from graphpar.passes.normalize.simplify import full_slice, remove_dead_code
 from graphpar.text import plural
 
 _aten = torch.ops.aten
-_HARMLESS = 0.5  # valid for logarithms, roots, quotients, probabilities
 
 
 def fill_unchosen(program: Program) -> Program:
@@ -63,6 +63,7 @@ def fill_unchosen(program: Program) -> Program:
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
+    graph = join_chosen(graph)
     spell_by_rows(graph)
     remove_dead_code(graph)
     keep_tokens(graph)
@@ -194,7 +195,7 @@ class _Filler:
         self.symbols[unknown_symbol(value_of(node).shape[state.dim])] = state.order
         rows = self._merged(node, self.env[source], value_of(mask).ndim)
         value = value_of(rows)
-        harmless = _HARMLESS if value.is_floating_point() or value.is_complex() else 0
+        harmless = HARMLESS if value.is_floating_point() or value.is_complex() else 0
         return self._where(node, self._aligned(node, choice.mask, 0, value.ndim), rows, harmless)
 
     def _merged(self, like: fx.Node, node: fx.Node, dims: int) -> fx.Node:
