@@ -472,7 +472,12 @@ def _explained(error: Exception, request: Request) -> GraphparError:
     called = next((frame for frame, _ in frames if frame.f_globals.get("__name__") in COLLECTIVE_MODULES), None)
     if called is not None:
         return collective(f"{called.f_globals['__name__']}.{called.f_code.co_name}", user_line(error))
-    if "GuardOnDataDependent" in kind or "data-dependent" in text.lower() or "DynamicOutputShape" in kind or ".numpy()" in text:
+    if (
+        "GuardOnDataDependent" in kind
+        or "data-dependent" in text.lower()
+        or "DynamicOutputShape" in kind
+        or ".numpy()" in text
+    ):
         place, advice = user_line(error), "Use torch.where, torch.cond or a fixed size there"
         if isinstance(error, DynamicOutputShapeException) and isinstance(error.func, torch._ops.OpOverload):
             advice = (

@@ -237,7 +237,9 @@ class _Scope:
         for axis, kind in zip(self.axes, types):
             if kind in (R, I):
                 made = self.new.call_function(collectives.agree_on, (scores, axis))
-                made.meta = {key: value for key, value in scores.meta.items() if key not in ("origin", "transition", "bias_of")}
+                made.meta = {
+                    key: value for key, value in scores.meta.items() if key not in ("origin", "transition", "bias_of")
+                }
                 scores = made
         return scores
 

@@ -680,3 +680,31 @@ def test_what_takes_the_default_dtype_says_so() -> None:
     finally:
         torch.set_default_dtype(before)
     assert_same(run(program, case), expected, 1e-14)
+
+
+class Widths(nn.Module):
+    """Two layers of each width, in modules whose names are no names of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Layer(nn.Module):
+            def __init__(self, width: int) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(8, width), nn.Linear(width, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x + self.second(self.first(x).tanh())
+
+        self.stages = nn.ModuleDict({f"stage-{width}": nn.Sequential(Layer(width), Layer(width)) for width in (16, 24)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages.values():
+            x = stage(x)
+        return x.square().mean()
+
+
+def test_classes_of_layers_are_names_of_python() -> None:
+    program = gp.export(Widths(), (torch.randn(4, 8),))
+
+    assert sorted(program.blocks) == ["LayerStage16", "LayerStage24"]

@@ -105,6 +105,7 @@ FUNCTIONS: dict[str, Function] = {
     "randperm": lambda h: h + h[..., torch.randperm(D)],
     "bf16": lambda h: h + torch.rand_like(h.bfloat16()) + torch.randn_like(h.half()),
     "float64": lambda h: h + torch.rand_like(h.double()).float(),
+    "dropout of what is the same for all": lambda h: h @ F.dropout(torch.linspace(0, 1, D * D).view(D, D), 0.4),
     "with dropout": lambda h: F.dropout(h + torch.rand_like(h), 0.5) * torch.rand(1),
 }  # fmt: skip
 

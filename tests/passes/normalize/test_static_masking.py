@@ -214,3 +214,60 @@ def test_masks_of_equal_expressions_choose_equally_many_rows_and_others_do_not()
         assert chosen(mask) != first
         t.add_(1)
         assert chosen(t > 0) != first
+
+
+# ---- joined with others -------------------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    """A graph convolution with a loop at each node, as torch_geometric's: edges from a node to itself are left out first."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.pool = nn.Linear(8, 16), nn.Linear(16, 5), pool
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        count = x.size(0)
+        loops = torch.arange(count).view(1, -1).repeat(2, 1)
+        edges = torch.cat([edges[:, edges[0] != edges[1]], loops], 1)
+        source, target = edges[0], edges[1]
+        degree = torch.zeros(count).scatter_add(0, target, torch.ones(edges.size(1)))
+        scale = degree[source].rsqrt() * degree[target].rsqrt()
+        for layer in (self.first, self.second):
+            x = self.pool(layer(x), edges, scale)
+        return x
+
+
+def _scattered(h: Tensor, edges: Tensor, scale: Tensor) -> Tensor:
+    values = scale.view(-1, 1) * h.index_select(0, edges[0])
+    return values.new_zeros(h.shape).scatter_add(0, edges[1].view(-1, 1).expand_as(values), values)
+
+
+def _added(h: Tensor, edges: Tensor, scale: Tensor) -> Tensor:
+    return torch.zeros_like(h).index_add(0, edges[1], h[edges[0]] * scale.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("pool", [_scattered, _added])
+def test_chosen_columns_that_are_joined_with_others_stay_in_place(pool: Callable[..., Tensor]) -> None:
+    edges = torch.randint(0, 12, (2, 40), generator=torch.Generator().manual_seed(0))
+    edges[1, :4] = edges[0, :4]
+    labels = torch.randint(0, 5, (12,), generator=torch.Generator().manual_seed(1))
+    case = Case(Graph(pool), (torch.randn(12, 8), edges), {}, F.cross_entropy, (labels,))
+    program = case.export()
+
+    assert_same(run(program, case), eager(case))
+    assert program.couplings
+
+
+def test_joined_rows_that_are_used_in_another_way_are_refused() -> None:
+    case = Case(
+        Graph(lambda h, edges, scale: h + scale.median()),
+        (torch.randn(12, 8), torch.zeros(2, 40).long()),
+        {},
+        F.cross_entropy,
+        (YR[:1].expand(12),),
+    )
+
+    with pytest.raises(gp.GraphparError, match="needs a size"):
+        case.export()
