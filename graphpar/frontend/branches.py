@@ -286,7 +286,9 @@ class Branches(FunctionMode):
 
         def of_number(value: torch.SymBool) -> bool:
             found = self._compared(value)
-            return self._of_rows(value, decided(value)) if found is None else self.decide(found)
+            if found is not None:
+                return self.decide(found)
+            return self._of_rows(value, decided(value)) if _asked_by_user() else decided(value)
 
         torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
         return super().__enter__()
@@ -388,6 +390,14 @@ class Branches(FunctionMode):
         for condition, mark in pending:
             plain = condition.reshape(()) if condition.ndim else condition
             torch._assert_async(plain if plain.dtype is torch.bool else plain != 0, mark)
+
+
+def _asked_by_user() -> bool:
+    """Whether the user's code asks for the truth of a number now, and no function of torch that it calls."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == torch.__file__ and frame.f_back is not None:  # the methods of SymInt
+        frame = frame.f_back
+    return user_text_of(frame) is not None
 
 
 def _guarded(text: Callable[[Any], str]) -> Callable[[Any], str]:

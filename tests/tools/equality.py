@@ -19,6 +19,9 @@ import graphpar as gp
 from graphpar.frontend.signature import own_loss
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.functional import copied
 
 LossFn = Callable[..., Any]
 STEP_KEY = torch.tensor([4242])
@@ -184,6 +187,15 @@ def near(found: Tensor, expected: Tensor, tolerance: float, what: str, scale: fl
         )
 
 
+def _unchecked(program: Program) -> Program:
+    """The program without what torch asserts of its trace, such as that a mask chooses a row at least."""
+    graph = copied(program.graph)
+    for node in reversed(graph.nodes):
+        if record_of(node).kind is Kind.CHECK:
+            graph.erase_node(node)
+    return program.with_graph(graph)
+
+
 def assert_exact(case: Case, *cuts: Sequence[int], stages: bool = True, tolerance: float = 1e-5) -> Program:
     """The whole claim: after every pass, and for every cut of the batch, loss and gradients are the eager model's.
 
@@ -198,7 +210,7 @@ def assert_exact(case: Case, *cuts: Sequence[int], stages: bool = True, toleranc
             if previous is not None and step.graph is previous.graph:
                 continue
             previous = step
-            found = run(step, case)
+            found = run(_unchecked(step), case)
             assert_same(found, expected, tolerance, f"after {name}")
             for buffer, value in expected.buffers.items():
                 near(found.buffers[buffer], value, tolerance, f"buffer {buffer} after {name}")

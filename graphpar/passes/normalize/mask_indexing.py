@@ -93,6 +93,63 @@ def spell_by_rows(graph: fx.Graph) -> None:
             node.target, node.args = _aten.index_put.default, (source, [rows], values[0], name == "index_add")
 
 
+def spell_pairs(graph: fx.Graph) -> None:
+    """Spell positions in a mask of flat pairs, ``pair // slots`` and ``pair``, as those of the mask [tokens, slots], in place.
+
+    pair = (chosen.view(-1) == e).nonzero()[:, 0]             token, slot = torch.where(chosen == e)
+    weights.view(-1)[pair], x[pair // slots]             ->   weights[token, slot], x[token]
+    """
+    for pair in list(graph.nodes):
+        found = _column(pair)
+        flat = None if found is None else _flat_of(found[0])
+        if found is None or flat is None:
+            continue
+        slots = int(value_of(flat[1]).shape[1])
+        users = {user: _use_of_pair(user, pair, slots) for user in pair.users}
+        if None in users.values() or "token" not in users.values():
+            continue
+        mask, (compared, chosen) = found[0], flat
+        make = _maker(graph, mask)
+        with graph.inserting_before(mask):
+            args = tuple(chosen if each is compared else each for each in mask.args)
+            by_slot = make(mask.target, *args)
+        make = _maker(graph, pair)
+        with graph.inserting_after(pair):
+            positions = graph.call_function(_aten.nonzero.default, (by_slot,))
+        places = [graph.call_function(_aten.select.int, (positions, 1, column)) for column in (0, 1)]
+        for place in reversed(places):
+            positions.append(place)
+            place.meta = dict(pair.meta)
+        positions.meta = dict(pair.meta) | {"val": torch.stack([value_of(pair)] * 2, 1)}
+        for user, kind in users.items():
+            if kind == "weight":
+                with graph.inserting_before(user):
+                    wide = make(_aten.unflatten.int, user.args[0], 0, [-1, slots])
+                    user.args = (wide, places)
+            else:
+                user.replace_all_uses_with(places[kind == "slot"])
+
+
+def _flat_of(mask: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return ``x.view(-1)`` and x [tokens, slots] where ``mask`` compares the former with a number."""
+    flat = mask.args[0] if operator_name(mask) == "eq" else None
+    if not isinstance(flat, fx.Node) or record_of(flat).kind is not Kind.RESHAPE or value_of(flat).ndim != 1:
+        return None
+    source = flat.args[0]
+    return (flat, source) if isinstance(source, fx.Node) and value_of(source).ndim == 2 and mask.args[1:] else None
+
+
+def _use_of_pair(user: fx.Node, pair: fx.Node, slots: int) -> str | None:
+    """Say what ``user`` makes of the positions of pairs: the "token", the "slot", or the "weight" of each; None of anything else."""
+    name, args = operator_name(user), user.args
+    floor = name == "floor_divide" or (name == "div" and user.kwargs.get("rounding_mode") == "floor")
+    if floor and args == (pair, slots):
+        return "token"
+    if name == "remainder" and args == (pair, slots):
+        return "slot"
+    return "weight" if name == "index" and args[1] == [pair] else None
+
+
 def _spread(node: fx.Node) -> fx.Node | None:
     """Return ``rows`` where ``node`` is ``rows[:, None].expand(-1, width)``."""
     source = node.args[0] if operator_name(node) in ("expand", "expand_as", "repeat") else None

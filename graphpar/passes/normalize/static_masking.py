@@ -34,7 +34,7 @@ from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.graph_matching import sizes
 from graphpar.passes.normalize.joined_rows import HARMLESS, join_chosen
-from graphpar.passes.normalize.mask_indexing import keep_tokens, spell_as_mask, spell_by_rows
+from graphpar.passes.normalize.mask_indexing import keep_tokens, spell_as_mask, spell_by_rows, spell_pairs
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     NONE,
@@ -64,6 +64,8 @@ def fill_unchosen(program: Program) -> Program:
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
     graph = join_chosen(graph)
+    spell_pairs(graph)
+    remove_dead_code(graph)
     spell_by_rows(graph)
     remove_dead_code(graph)
     keep_tokens(graph)

@@ -84,6 +84,18 @@ def columns(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Ten
 
 
 @of_rows
+def pairs(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    """Positions of flat pairs of a token and a slot, as in loops that were written for a sort."""
+    flat = chosen.view(-1)
+    for e, expert in enumerate(self.experts):
+        pair = (flat == e).nonzero()[:, 0]
+        token = pair // TOP if e else torch.div(pair, TOP, rounding_mode="floor")
+        weight = weights.view(-1)[pair] if e % 2 else weights[token, pair % TOP]
+        y.index_add_(0, token, expert(rows[token]) * weight[:, None])
+    return y
+
+
+@of_rows
 def accumulated(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
     for e, expert in enumerate(self.experts):
         token, slot = (chosen == e).nonzero(as_tuple=True)
@@ -183,7 +195,7 @@ def twice(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tenso
 
 
 LOOPS: dict[str, Mix] = {
-    "mistral": mistral, "litgpt": litgpt, "columns": columns, "accumulated": accumulated, "scattered": scattered,
+    "mistral": mistral, "litgpt": litgpt, "columns": columns, "pairs": pairs, "accumulated": accumulated, "scattered": scattered,
     "sequences": sequences, "switch": switch, "masked": masked, "once": once, "bent": bent, "first choice": first_choice,
     "twice": twice, "dispatched": dispatched,
 }  # fmt: skip
