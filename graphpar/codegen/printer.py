@@ -143,6 +143,8 @@ class GraphPrinter:
             if _line_of(node) is not None:
                 self._last[_line_of(node)] = node
 
+        self.norms = _watched_norms(self.graph)
+
     # ---- which nodes get a statement ----
 
     def choose_inlined(self) -> None:
@@ -157,9 +159,13 @@ class GraphPrinter:
     def _before_write(self) -> set[fx.Node]:
         """Values made of a buffer that is written later: they must be computed where they stand."""
         nodes = list(self.graph.nodes)
-        last = max((index for index, node in enumerate(nodes) if _writes(node)), default=-1)
+        last = max((index for index, node in enumerate(nodes) if _writes(node) or node in self.norms), default=-1)
         writes = [node for node in nodes[: last + 1] if _writes(node)]
-        buffers = {_buffer_of(node) for node in writes}
+        names = {_buffer_of(node).target for node in writes if _buffer_of(node).op == "get_attr"}
+        names |= {each.target for node in self.norms for each in _statistics(node)}
+        buffers = {_buffer_of(node) for node in writes} | {
+            node for node in nodes if node.op == "get_attr" and node.target in names
+        }
         found: set[fx.Node] = set()
         for node in nodes[:last]:
             if node in buffers or any(argument in found for argument in node.all_input_nodes):
@@ -172,7 +178,7 @@ class GraphPrinter:
         return found
 
     def _may_inline(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or len(node.users) != 1 or _writes(node):
+        if node.op != "call_function" or len(node.users) != 1 or _writes(node) or node in self.norms:
             return False
         if operator_name(node) == "getitem" and self.unpacked(node.args[0]) is not None:  # type: ignore[arg-type]
             return False
@@ -441,6 +447,24 @@ class GraphPrinter:
         own = [note_of(node, self.names)] if "transition" in node.meta else []
         inner = (self._notes(argument) for argument in node.all_input_nodes if argument in self.inlined)
         return [*own, *itertools.chain.from_iterable(inner)]
+
+
+_NORMS = ("batch_norm", "sync_batch_norm", "channel_batch_norm")
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a BatchNorm takes."""
+    return [each for each in node.args[3:5] if isinstance(each, fx.Node)]
+
+
+def _watched_norms(graph: fx.Graph) -> set[fx.Node]:
+    """Return the BatchNorms whose running statistics something else uses, too, so that these stand in the order of the model."""
+    norms = [node for node in graph.nodes if operator_name(node) in _NORMS and _statistics(node)]
+    users: dict[Any, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            users.setdefault(node.target, set()).update(node.users)
+    return {node for node in norms if any(len(users.get(each.target, ())) > 1 for each in _statistics(node))}
 
 
 def _writes(node: fx.Node) -> bool:

@@ -29,12 +29,14 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import SEED
 from graphpar.frontend.calls import NotRepeatedError
+from graphpar.frontend.left_out import Condition
 from graphpar.frontend.repetitions import REPETITION
 from graphpar.frontend.trace_guards import FunctionMode
 from graphpar.ir.program import OTHERWISE
-from graphpar.ir.source import condition_now, left_out_now, stack_line, user_text_of
+from graphpar.ir.source import condition_now, left_out_now, runs_only_then, stack_line, user_text_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.stages.deferred import Recorder
+from graphpar.runtime.torch_versions import keep_lines_of
 
 _aten = torch.ops.aten
 _MARK = "graphpar branch "
@@ -65,6 +67,7 @@ class Values:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        self.conditions: list[Condition] = []  # on how many rows a mask chooses
         self._known: dict[str, Tensor] = {}
         self._tracer: Any = None
         self._places: dict[fx.Node, str | int] = {}
@@ -274,6 +277,7 @@ class Branches(FunctionMode):
         super().__init__()
         self.values = values
         self.numbers: dict[Any, Tensor] = {}  # by symbol: the tensor whose value it is
+        self._any: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: the result of any(), and the mask
         self._pending: list[tuple[Tensor, str]] = []  # marks of conditions in a region, which are made behind it
         self._bool = torch.SymBool.__bool__
         self._texts = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)}
@@ -318,6 +322,8 @@ class Branches(FunctionMode):
         result = function(*args, **options)
         if name == "item" and isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers |= dict.fromkeys(result.node.expr.free_symbols, args[0])
+        if name == "any" and isinstance(first, Tensor) and isinstance(result, Tensor):
+            self._any[id(result)] = result, first
         return result
 
     def _of_rows(self, value: torch.SymBool, taken: bool) -> bool:
@@ -327,12 +333,35 @@ class Branches(FunctionMode):
             GraphparError: without rows the model does something else than nothing.
         """
         symbols = value.node.expr.free_symbols if isinstance(value.node.expr, sympy.Basic) else ()
-        if any(symbol_is_type(each, SymT.UNBACKED_INT) for each in symbols) and (text := left_out_now(taken)):
+        chosen = frozenset(str(each) for each in symbols if symbol_is_type(each, SymT.UNBACKED_INT))
+        if chosen and (text := left_out_now(taken)):
             raise GraphparError(
                 f"The model does something else where a mask chooses no rows, `{text}`{_at()}, and a program computes one branch: compute "
                 "both and take torch.where of them, or leave the other out if it adds nothing."
             )
+        if chosen:
+            self._only_with_rows(chosen, taken)
         return taken
+
+    def _only_with_rows(self, chosen: frozenset[str], taken: bool) -> None:
+        """Note what runs only where a mask chooses rows."""
+        text, _ = condition_now()
+        path, function, lines = runs_only_then(taken)
+        if lines:
+            keep_lines_of(path, function)
+            self.values.conditions.append(Condition(chosen, path, lines, f"`{text}`{_at()}"))
+
+    def _rows_of(self, condition: Tensor) -> frozenset[str]:
+        """Return the numbers of rows that are 0 where ``mask.any()`` does not hold; none where ``condition`` is something else."""
+        found: set[str] = set()
+        while (made := self._any.get(id(condition))) is not None:
+            condition = made[1]
+            if condition.dtype is torch.bool:
+                size = torch.nonzero(condition).shape[0]
+                found |= (
+                    {str(symbol) for symbol in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
+                )
+        return frozenset(found)
 
     def _compared(self, value: torch.SymBool) -> Tensor | None:
         """Return ``x.max().item() > 5`` as a tensor; None where ``value`` is of sizes, or of anything else."""
@@ -358,6 +387,9 @@ class Branches(FunctionMode):
             return bool(condition)
         text, loops = condition_now()
         differs = self.values.depends_on(nodes)
+        if loops and differs and (chosen := self._rows_of(condition)) and not left_out_now(True):
+            self._only_with_rows(chosen, True)
+            return True
         if loops and differs:
             raise GraphparError(
                 f"The model's control flow depends on values of tensors, which a trace can't follow: {loops} on {text or 'a tensor'}"

@@ -32,6 +32,7 @@ from graphpar.frontend.checkpoint_regions import Regions, plain_regions
 from graphpar.frontend.evaluation import always_on, difference, may_differ
 from graphpar.frontend.exported import NeedsValuesError, to_program
 from graphpar.frontend.fixed_size import LiteralSizes, mark_batch
+from graphpar.frontend.left_out import check_left_out
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
 from graphpar.frontend.pretrained import pretrained_of, token_choice, with_adapters
 from graphpar.frontend.repeated import Repetitions, repeated, siblings
@@ -419,7 +420,8 @@ def _exported(
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
     literals = None if symbolic or evaluates else request.literals
     sizes = contextlib.nullcontext() if literals is None else literals.traced(size)
-    traced = _Traced(request, repetitions, Values(request.model, request.recorder, rows), sizes)
+    values = Values(request.model, request.recorder, rows)
+    traced = _Traced(request, repetitions, values, sizes)
     training = [module.training for module in traced.modules()]
     regions = Regions(request.model, request.training)
     with (
@@ -441,6 +443,7 @@ def _exported(
     assert training == [module.training for module in traced.modules()]
     check_tensors(request.assigned, exported.constants)
     check_collectives(exported)
+    check_left_out(exported, values.conditions)
     return exported, regions
 
 

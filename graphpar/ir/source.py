@@ -11,6 +11,7 @@ import re
 import traceback
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -112,9 +113,45 @@ def left_out_now(taken: bool) -> str:
     text, found, _ = _test_now()
     if not isinstance(found, ast.If | ast.IfExp):
         return ""
-    other = [found] if isinstance(found, ast.IfExp) else found.orelse if taken else found.body
+    other = [found] if isinstance(found, ast.IfExp) else found.orelse if _truth(found.test, taken) else found.body
     ends = ast.Continue | ast.Pass | ast.Return | ast.Raise
     return text if any(not isinstance(each, ends) for each in other) else ""
+
+
+def runs_only_then(taken: bool) -> tuple[str, str, frozenset[int]]:
+    """Return file and function of the user's innermost running line, and the lines that run only if its condition is ``taken``.
+
+    Where the other branch ends the round or the function these are those that follow, too.
+    """
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith("<") and not _is_library(f.filename)]
+    _, found, _ = _test_now()
+    if not isinstance(found, ast.If):
+        return "", "", frozenset()
+    path = frames[-1].filename
+    own, other = (found.body, found.orelse) if _truth(found.test, taken) else (found.orelse, found.body)
+    statements = list(own)
+    if other and isinstance(other[-1], ast.Continue | ast.Return | ast.Break):
+        statements += _after(path, found.lineno, found.col_offset)
+    lines = (range(each.lineno, (each.end_lineno or each.lineno) + 1) for each in statements)
+    return path, frames[-1].name, frozenset(line for part in lines for line in part)
+
+
+def _truth(test: ast.expr, asked: bool) -> bool:
+    """Return the answer to ``test`` where what it asks for is ``asked``."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, asked = test.operand, not asked
+    return asked
+
+
+def _after(path: str, line: int, column: int) -> list[ast.stmt]:
+    """The statements that follow the one at a place in its block."""
+    for parent in ast.walk(ast.parse("".join(linecache.getlines(path)))):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(parent, name, None)
+            for place, statement in enumerate(block if isinstance(block, list) else ()):
+                if (statement.lineno, statement.col_offset) == (line, column):
+                    return list(block[place + 1 :])  # type: ignore[index]
+    return []
 
 
 def _test_now() -> tuple[str, ast.If | ast.IfExp | ast.While | ast.Assert | None, bool]:
@@ -159,10 +196,21 @@ def _innermost(stack: traceback.StackSummary) -> str:
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
+def stack_lines(stack_trace: str) -> list[tuple[str, int]]:
+    """Return the files and lines of torch's ``stack_trace``."""
+    return [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
+
+
+def lines_of(node: Any) -> str:
+    """Return `` (file.py:12)``, the user's line of a node of a fresh trace; empty if there is none."""
+    source = source_of(node.meta.get("stack_trace") or "")
+    return f" ({source.file}:{source.line})" if source else ""
+
+
 @functools.lru_cache(maxsize=65536)
 def source_of(stack_trace: str) -> Source | None:
     """Find the user's innermost line in torch's ``stack_trace``; None if there is none."""
-    frames = [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
+    frames = stack_lines(stack_trace)
     own = [(path, line) for path, line in frames if not path.startswith("<") and not _is_library(path)]
     if not own:
         return None

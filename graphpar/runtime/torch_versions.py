@@ -186,38 +186,50 @@ def waits_for_reduce_scatter(fsdp_group: Any) -> bool:
     return any(ones)
 
 
+_kept: set[tuple[str, str]] = set()
+"""The functions, by file and name, whose lines are kept in traces."""
+
+
 @contextlib.contextmanager
 def lines_kept(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Keep the source lines of ``function`` in traces; torch keeps those of functions named ``forward`` only, before 2.13 of no others."""
-    code = getattr(function, "__code__", None)
-    place = (code.co_filename, code.co_name) if code is not None else None
+    """Keep the source lines of ``function``, and of those that :func:`keep_lines_of` names, in traces.
+
+    torch keeps those of functions named ``forward`` only, before 2.13 of no others.
+    """
     anchors: set[tuple[str, str]] | None = getattr(fx.proxy, "_STACK_TRACE_ANCHORS", None)
-    if place is None or (anchors is not None and place in anchors):
-        yield
-        return
     tracer: Any = fx.proxy.TracerBase
     filtered = tracer._filter_traceback_frames
+    known = set(anchors or ())
 
     def renamed(self: Any, frames: Any) -> Any:
-        known = [
+        shown = [
             traceback.FrameSummary(each.filename, each.lineno, "forward", lookup_line=False)
-            if (each.filename, each.name) == place
+            if (each.filename, each.name) in _kept
             else each
             for each in frames
         ]
-        return filtered(self, traceback.StackSummary.from_list(known))
+        return filtered(self, traceback.StackSummary.from_list(shown))
 
-    if anchors is not None:
-        anchors.add(place)
-    else:
+    if anchors is None:
         tracer._filter_traceback_frames = renamed
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        keep_lines_of(code.co_filename, code.co_name)
     try:
         yield
     finally:
+        _kept.clear()
         if anchors is not None:
-            anchors.discard(place)
-        else:
-            tracer._filter_traceback_frames = filtered
+            anchors &= known
+        tracer._filter_traceback_frames = filtered
+
+
+def keep_lines_of(path: str, name: str) -> None:
+    """Keep the source lines of the function ``name`` of a file in the traces of :func:`lines_kept`."""
+    _kept.add((path, name))
+    anchors: set[tuple[str, str]] | None = getattr(fx.proxy, "_STACK_TRACE_ANCHORS", None)
+    if anchors is not None:
+        anchors.add((path, name))
 
 
 @contextlib.contextmanager

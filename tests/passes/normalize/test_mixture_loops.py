@@ -294,3 +294,89 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     outcomes = verify_all(folders, references=[reference_for(parts)] * len(folders), timeout_s=300)
 
     assert [name for name, outcome in zip(FAULTS, outcomes) if outcome.ok] == []
+
+
+# ---- conditions on chosen rows --------------------------------------------------------------------------------------
+
+
+@of_rows
+def skipped(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(chosen == e)
+        if token.numel() == 0:
+            continue
+        y = y + torch.zeros_like(y).index_add(0, token, weights[token, slot, None] * expert(rows[token]))
+    return y
+
+
+@of_rows
+def asked(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    for e, expert in enumerate(self.experts):
+        own = chosen == e
+        mask = own.any(-1)
+        if mask.any():
+            y[mask] += (weights * own).sum(-1)[mask].unsqueeze(-1) * expert(rows[mask])
+    return y
+
+
+@of_rows
+def without(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    for e, expert in enumerate(self.experts):
+        token, slot = (chosen == e).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
+        y.index_add_(0, token, weights[token, slot, None] * expert(rows[token]))
+    return y
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mix", [skipped, asked, without])
+def test_experts_without_tokens_may_be_left_out(mix: Mix) -> None:
+    example = case(mix)
+    program = example.export()
+    for layer in example.model.modules():
+        if isinstance(layer, Mixture):
+            layer.router.weight.data[2:] = 0.0
+            layer.router.weight.data[:2] = 1.0
+
+    assert_same(run(program, example, [1, 3]), eager(example))
+
+
+@of_rows
+def counted(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    penalty = rows.new_zeros(())
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(chosen == e)
+        if token.numel() == 0:
+            continue
+        y.index_add_(0, token, weights[token, slot, None] * expert(rows[token]))
+        penalty = penalty + self.router.weight[e].sum()
+    return y + penalty
+
+
+@of_rows
+def shifted(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    for e, expert in enumerate(self.experts):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            y[mask] += expert(rows[mask])
+            y = y + 0.1
+    return y
+
+
+@of_rows
+def others(self: Mixture, rows: Tensor, weights: Tensor, chosen: Tensor, y: Tensor) -> Tensor:
+    """What is written are rows of another mask."""
+    for e, expert in enumerate(self.experts):
+        mask, other = (chosen == e).any(-1), (chosen == (e + 1) % EXPERTS).any(-1)
+        if mask.any():
+            y[other] += expert(rows[other])
+    return y
+
+
+@pytest.mark.parametrize("mix", [counted, shifted, others])
+def test_what_experts_without_tokens_would_add_is_not_left_out(mix: Mix) -> None:
+    with pytest.raises(
+        gp.GraphparError, match=r"where a mask chooses no rows, .*test_mixture_loops.py:\d+\).*adds nothing then"
+    ):
+        case(mix).export()
