@@ -170,6 +170,8 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, tuple) and isinstance(after, tuple):
         return len(before) == len(after) and all(map(_same, before, after))
     plain = isinstance(before, bool | int | float | str | bytes) and type(before) is type(after)
+    if isinstance(before, _Counter):
+        return plain and int(before) == int(after)
     return before is after or (plain and bool(before == after))
 
 
@@ -197,6 +199,8 @@ def _a_step_later(changed: Sequence[Assigned]) -> Iterator[None]:
             after = tree_map(
                 lambda leaf: torch.zeros((), dtype=leaf.dtype) if isinstance(leaf, FakeTensor) else leaf, each.after
             )
+            if type(each.before) is int and type(after) is int:
+                after = _Counter(after)
             if each.key is _MISSING:
                 _assign(each.module, each.name, after)
             else:
@@ -218,13 +222,52 @@ def _replace(values: dict[Any, Any], key: Any, value: Any) -> None:
         values[key] = value
 
 
+class _Counter(int):
+    """A number that the forward changes in each step; it notes whether it is compared with anything, as a later step may find otherwise."""
+
+    compared = False
+
+    def _counted(self, value: Any) -> Any:
+        found = _Counter(value) if type(value) is int else value
+        if isinstance(found, _Counter):
+            found.compared = self.compared
+        return found
+
+    def __add__(self, other: Any) -> Any:
+        return self._counted(int.__add__(self, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._counted(int.__sub__(self, other))
+
+    __hash__ = int.__hash__
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    def compared(self: _Counter, *others: Any) -> Any:
+        self.compared = True
+        return getattr(int, name)(self, *others)
+
+    return compared
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "mod", "floordiv"):
+    setattr(_Counter, f"__{_name}__", _comparing(f"__{_name}__"))
+
+
 def check_same(
-    assigned: Sequence[Assigned], program: Program, trace: Callable[[], Program], state: Callable[[str], Tensor]
+    assigned: Sequence[Assigned],
+    program: Program,
+    trace: Callable[[], Program],
+    state: Callable[[str], Tensor],
+    now: Callable[[], Sequence[Assigned]],
 ) -> None:
-    """Refuse what the forward assigns where the next step, which ``trace`` traces, computes something else.
+    """Refuse what the forward assigns where the next step, which ``trace`` traces, computes something else, or a later one may.
 
     Args:
         state: gives the values of a parameter or buffer.
+        now: what the last trace assigned.
 
     Raises:
         GraphparError: it is.
@@ -244,6 +287,12 @@ def check_same(
             f"The model assigns its attribute {first} in the forward{how}, and then computes something different{_line_of(first)}: a "
             f"program would compute each step like the first. {_HOW}."
         )
+    for each in now():
+        if isinstance(each.before, _Counter) and (each.before.compared or getattr(each.after, "compared", False)):
+            raise GraphparError(
+                f"The model counts in its attribute {each} and compares the count{_line_of(each)}: a later step may compute something "
+                f"else, and a program computes each like the first. {_HOW}, and choose by torch.where."
+            )
 
 
 def _line_of(assigned: Assigned) -> str:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -405,7 +407,7 @@ class Branches(FunctionMode):
                 f"The model's control flow depends on values of tensors{_at()}, and which branch to take can't be computed: {error}. Give "
                 "example inputs with values, and a function that builds the model, or use torch.where there."
             ) from error
-        if any(map(_draws, nodes)) and self.values.drawn_apart(nodes):
+        if any(map(_draws, nodes)) and not _is_validation() and self.values.drawn_apart(nodes):
             raise GraphparError(
                 f"The model draws random numbers to choose a branch, {text or 'a condition'}{_at()}: a program has one branch. Multiply by "
                 "what is drawn (stochastic depth), or set that probability to 0."
@@ -430,6 +432,16 @@ def _asked_by_user() -> bool:
     while frame.f_code.co_filename == torch.__file__ and frame.f_back is not None:  # the methods of SymInt
         frame = frame.f_back
     return user_text_of(frame) is not None
+
+
+def _is_validation() -> bool:
+    """Whether ``torch.distributions`` asks now whether its arguments are valid, and raises where they are not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and user_text_of(frame) is None:
+        if f"{os.sep}torch{os.sep}distributions{os.sep}" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _guarded(text: Callable[[Any], str]) -> Callable[[Any], str]:

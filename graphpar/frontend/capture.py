@@ -103,7 +103,8 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     program = _in_right_mode(request)
     check_memory(program, request.model)
     values = Values(request.model, request.recorder, ())
-    check_same(tuple(request.assigned), program, functools.partial(_trace, request), values.tensor)
+    again = functools.partial(_trace, request)
+    check_same(tuple(request.assigned), program, again, values.tensor, lambda: request.assigned)
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
@@ -341,6 +342,7 @@ def _trace_static(
         raise _explained(error, request) from error
     other_size = other_size or size + 1
     reason: str | None = None
+    reasons: list[str | None] = []
     for _ in attempts:
         try:
             other = _export(request, other_size, symbolic=False)[0]
@@ -348,8 +350,11 @@ def _trace_static(
             reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
         else:
             reason = mark_batch(exported, other, size, other_size)
+        reasons.append(reason)
         if reason is None:
             break
+    if reason is not None and len(reasons) > 1:  # without sizes that follow it fails sooner than with them
+        reason = reasons[1]
     program = to_program(request, exported, regions, symbolic=False, size=size)
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)

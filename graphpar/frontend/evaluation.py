@@ -77,6 +77,7 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node | None, str]]:
             continue
         arguments, options = list(node.args), dict(node.kwargs)
         if name in ("add", "add_") and str(known.get(arguments[0])).endswith("num_batches_tracked"):
+            known[node] = known[arguments[0]]  # type: ignore[index]
             continue
         if name in _MODE:
             arguments, options = [], named_arguments(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,55 @@ class Averages(nn.Module):
         return x
 
 
+Watch = Callable[["Watched", Tensor], Tensor]
+
+
+class Watched(nn.Module):
+    """Reads a BatchNorm's running statistics beside what writes them."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.register_buffer("average", torch.zeros(16))
+        self.watch = watch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.watch(self, self.first(x)))
+
+
+def _after(self: Watched, h: Tensor) -> Tensor:
+    normal = self.norm(h)
+    self.average.lerp_(self.norm.running_mean.detach(), 0.5)  # type: ignore[union-attr]
+    return normal.relu() + self.average  # type: ignore[operator]
+
+
+def _before_and_after(self: Watched, h: Tensor) -> Tensor:
+    before = self.norm.running_mean.clone()  # type: ignore[union-attr]
+    return self.norm(h).relu() + before + self.norm.running_mean
+
+
+def _by_hand(self: Watched, h: Tensor) -> Tensor:
+    normal = self.norm(h * 2)
+    return normal.relu() + (h - self.norm.running_mean) / (self.norm.running_var + 1e-5).sqrt()  # type: ignore[operator]
+
+
+def _in_evaluation_then(self: Watched, h: Tensor) -> Tensor:
+    normal = self.norm(h * 2)
+    self.norm.eval()
+    still = self.norm(h)
+    self.norm.train()
+    return normal.relu() + still
+
+
+WATCHED = {
+    "after": _after,
+    "before and after": _before_and_after,
+    "by hand": _by_hand,
+    "in evaluation": _in_evaluation_then,
+}
+
+
 def counting() -> nn.Module:
     return Twice(Encoder())
 
@@ -124,6 +174,34 @@ def test_a_module_that_counts_its_calls_is_not_counted_for_beside_it() -> None:
     parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, split=["encoder.3"]))
     text = parts.files["stage_0.py"]
     assert text.count('self.encoder["1"](') == 2 and "num_batches_tracked" not in text
+
+
+def test_such_a_module_is_traced_in_evaluation_too() -> None:
+    program = gp.export(normalised, (X,), loss_fn=F.mse_loss, targets=(T,), evaluates=True)
+
+    assert program.no_eval is None
+
+
+def test_running_statistics_are_read_where_the_model_reads_them() -> None:
+    program = exported(lambda: Watched(_before_and_after))
+    text = gp.partition(program, gp.plan(program, mesh={"tp": 2})).files["stage_0.py"]
+
+    body = text.partition("def forward")[2]
+    before, norm, after = body.index("running_mean"), body.index("self.norm("), body.rindex("running_mean")
+    assert before < norm < after, text
+
+
+@pytest.mark.costly
+def test_running_statistics_that_are_read_are_those_of_one_device() -> None:
+    names, parts = [], []
+    for name, watch in WATCHED.items():
+        program = exported(functools.partial(Watched, watch))
+        for mesh in ({"pp": 2}, {"tp": 2}, {"dp_shard": 2}):
+            names.append((name, mesh))
+            parts.append(gp.partition(program, gp.plan(program, mesh=mesh)))
+
+    for which, outcome in zip(names, verify_all(parts, 2)):
+        assert outcome.ok, (which, outcome.problems, outcome.max_error)
 
 
 @pytest.mark.costly

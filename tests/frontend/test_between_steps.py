@@ -90,6 +90,18 @@ def _counted_unread(model: _Keeps) -> float:
     return float(model.frozen["factor"] * model.view["factor"])
 
 
+def _warms_up(model: _Keeps) -> float:
+    """The first steps are alike."""
+    model.count += 1
+    return 0.1 if model.count <= 20 else 1.0
+
+
+def _each_hundredth(model: _Keeps) -> float:
+    factor = 2.0 if model.count % 100 == 0 else 1.0
+    model.count = model.count + 1
+    return factor
+
+
 def _switched(model: _Keeps) -> float:
     model.on = not model.on
     return 2.0 if model.on else 3.0
@@ -151,6 +163,8 @@ REFUSED: dict[Callable[[_Keeps], Tensor | float], str] = {
     _counted_in_an_object: r"assigns its attribute \"state\['steps'\]\" of _Keeps in the forward \(1 becomes 2\)",
     _counted_in_a_slot: r"assigns its attribute 'slot' of _Keeps in the forward \(1 becomes 2\)",
     _counted_in_a_frozen_dict: r"assigns its attribute \"frozen\['factor'\]\" of _Keeps in the forward \(2.0 becomes 3.0\)",
+    _warms_up: r"counts in its attribute 'count' of _Keeps and compares the count \(test_between_steps.py:\d+\).*register_buffer",
+    _each_hundredth: r"counts in its attribute 'count' of _Keeps and compares the count",
     _switched: r"assigns its attribute 'on' of _Keeps in the forward",
     _assigned: r"assigns its attribute 'plain' of _Keeps in the forward, and computes with it",
     _written: r"writes the tensor 'plain' in place.*which is not a buffer",
