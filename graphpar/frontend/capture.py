@@ -52,6 +52,7 @@ from graphpar.frontend.trace_guards import (
     EqualMasks,
     OffMeta,
     assignments_as_writes,
+    caches_kept,
     check_averages,
     check_backward_hooks,
     check_collectives,
@@ -439,6 +440,7 @@ def _exported(
         lines_kept(request.loss_fn),
         least_multiples(),
         masks_as_given(),
+        caches_kept(),
     ):
         warnings.simplefilter("ignore")
         check_averages(request.model)

@@ -69,6 +69,27 @@ def written_by(function: Callable[..., Any], args: tuple[Any, ...], options: Map
     return written + [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
 
 
+@contextlib.contextmanager
+def caches_kept() -> Iterator[None]:
+    """Empty, at the end, what ``functools`` caches of functions got inside: tensors of a trace, which eager code can't use."""
+    before = {cache: cache.cache_info().currsize for cache in _caches()}
+    try:
+        yield
+    finally:
+        for cache in _caches():
+            if cache.cache_info().currsize != before.get(cache, 0):
+                cache.cache_clear()
+
+
+def _caches() -> list[Any]:
+    """The cached functions of modules that are imported, but torch's and graphpar's own."""
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in ("torch", "graphpar", "sympy")]
+    values = (value for module in modules for value in list(getattr(module, "__dict__", {}).values()))
+    return list({id(value): value for value in values if type(value) is _CACHE}.values())
+
+
+_CACHE = type(functools.lru_cache(len))
+
 # ---- the device meta -------------------------------------------------------------------------------------------
 
 
