@@ -354,8 +354,8 @@ def _trace_static(
         reasons.append(reason)
         if reason is None:
             break
-    if reason is not None and len(reasons) > 1:  # without sizes that follow it fails sooner than with them
-        reason = reasons[1]
+    if len(reasons) > 1 and request.literals is not None and not request.literals.followed:
+        reason = reasons[-2]  # with sizes that follow it comes further than without, in the last attempt
     program = to_program(request, exported, regions, symbolic=False, size=size)
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)
@@ -494,6 +494,8 @@ def _explained(error: Exception, request: Request) -> GraphparError:
                 f"The operator is {error.func._opname.removeprefix('_')}: give it lengths and sizes as Python numbers, or use one "
                 "of a fixed size"
             )
+        elif ".numpy()" in text:
+            advice = "Use torch's functions in the place of numpy's there"
         elif in_loop(error):
             advice += "; in a loop over experts leave out the condition, since an expert without tokens adds nothing"
         return GraphparError(

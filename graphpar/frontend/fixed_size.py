@@ -154,11 +154,13 @@ class LiteralSizes:
     Attributes:
         followed: the kinds of functions whose sizes follow the batch, where the example's rows stand in the code.
         place: the line of the first such call, and what it says; None where there is none.
+        others: the trace had such sizes in calls of other kinds.
     """
 
     example: int
     followed: tuple[Kind, ...] = ()
     place: str | None = None
+    others: bool = False
     calls: list[_Call] = field(default_factory=list)
 
     def traced(self, size: int) -> FunctionMode:
@@ -170,8 +172,10 @@ class LiteralSizes:
 
     def attempts(self) -> Iterator[None]:
         """Let ever more sizes follow the batch, as long as that changes a trace; last, none."""
-        for kinds in ((Kind.RESHAPE,), (Kind.RESHAPE, Kind.EXPAND, Kind.FACTORY)):
-            self.followed, self.place = kinds, None
+        self.followed, self.place, self.others = (Kind.RESHAPE,), None, False
+        yield
+        if self.others:
+            self.followed, self.place = (Kind.RESHAPE, Kind.EXPAND, Kind.FACTORY), None
             yield
         if self.place is not None:
             self.followed, self.place = (), None
@@ -204,9 +208,10 @@ class _Follows(FunctionMode):
         there = next(self.calls, None)
         if there is None or there.name != here.name or len(there.sizes) != len(here.sizes):
             self.calls = iter(())  # this trace does something else
-        elif here.kind in self.literals.followed and there.sizes == here.sizes:
-            dim = _dim_of_rows(there, here, self.literals.example)
-            if dim is not None:
+        elif there.sizes == here.sizes and (dim := _dim_of_rows(there, here, self.literals.example)) is not None:
+            if here.kind not in self.literals.followed:
+                self.literals.others = True
+            else:
                 sizes = list(here.sizes)
                 sizes[dim] = sizes[dim] // self.literals.example * self.size
                 text = ", ".join(map(str, here.sizes))

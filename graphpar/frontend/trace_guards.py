@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -83,7 +85,9 @@ def caches_kept() -> Iterator[None]:
 
 def _caches() -> list[Any]:
     """The cached functions of modules that are imported, but torch's and graphpar's own."""
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in ("torch", "graphpar", "sympy")]
+    modules = [
+        m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in ("torch", "graphpar", "sympy")
+    ]
     values = (value for module in modules for value in list(getattr(module, "__dict__", {}).values()))
     return list({id(value): value for value in values if type(value) is _CACHE}.values())
 

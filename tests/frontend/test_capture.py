@@ -482,6 +482,19 @@ def test_functions_that_no_trace_shows_are_named() -> None:
             Case(Around(layer), (X,), {}, square).export()
 
 
+@functools.lru_cache
+def _table(count: int) -> Tensor:
+    return torch.arange(count).float().cos()
+
+
+def test_caches_of_functions_have_no_tensors_of_a_trace() -> None:
+    case = Case(Around(lambda _, h: h * _table(8)), (X,), {}, square)
+    program = case.export()
+
+    assert not isinstance(_table(8), FakeTensor)
+    assert_same(run(program, case), eager(case))
+
+
 class Tripled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
