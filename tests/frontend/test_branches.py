@@ -79,12 +79,17 @@ def test_the_branch_of_the_example_is_taken(layer: Callable[[Around, Tensor], Te
     assert not any(state[name] for name in program.branches)
 
 
-@pytest.mark.parametrize("layer", [next(iter(TAKEN)), _raising, _compared])
+def _asserted(_: Around, h: Tensor) -> Tensor:
+    torch._assert(h.abs().max() < 1e4, "too large")
+    return h
+
+
+@pytest.mark.parametrize("layer", [next(iter(TAKEN)), _raising, _compared, _asserted])
 def test_a_flag_tells_that_it_would_be_another(layer: Callable[[Around, Tensor], Tensor]) -> None:
     program = traced(layer)
     state = dict(Around(layer).state_dict()) | program.constants
     state["linear.weight"], state["linear.bias"] = torch.eye(8), torch.zeros(8)
-    other = {_raising: X * torch.nan, _compared: X * 1000}.get(layer, X * 0)
+    other = {_raising: X * torch.nan, _compared: X * 1000, _asserted: X * 1e6}.get(layer, X * 0)
 
     program.run(state, {program.inputs[0].name: other, **dict.fromkeys(program.count_names, torch.tensor(4))})
 
