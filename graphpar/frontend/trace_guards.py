@@ -215,7 +215,8 @@ def assignments_as_writes(model: nn.Module) -> Iterator[None]:
             continue
         if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
             raise GraphparError(
-                f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype."
+                f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype in its forward, and a program "
+                "stores it as it was built. Build a table for the longest input in __init__, or keep it in a plain attribute."
             )
         module._buffers[name] = buffer
         buffer.copy_(assigned.detach())
