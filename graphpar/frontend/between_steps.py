@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import operator
 import os
 import textwrap
 from collections import OrderedDict
@@ -252,7 +253,17 @@ def _comparing(name: str) -> Callable[..., Any]:
     return compared
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "mod", "floordiv"):
+_COMPARES = (
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+    operator.mod,
+    operator.floordiv,
+)
+for _name in ("bool", *(function.__name__ for function in _COMPARES)):
     setattr(_Counter, f"__{_name}__", _comparing(f"__{_name}__"))
 
 

@@ -23,9 +23,7 @@ from graphpar.ir.batch_sizes import is_unknown
 from graphpar.ir.program import operator_name
 from graphpar.ir.source import lines_of, stack_lines
 from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
-
-_WRITES = {"index_put", "index_add", "index_copy", "scatter_add", "scatter", "masked_scatter"}
+from graphpar.operators.table import record_named, record_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,8 @@ class _Body:
 
     def _is_by_rows(self, node: fx.Node) -> bool:
         """Whether an operator writes rows that are chosen, and no others."""
-        return operator_name(node).rstrip("_") in _WRITES and any(map(self._has_rows, node.all_input_nodes[1:]))
+        index = record_named(operator_name(node).rstrip("_")).kind is Kind.INDEX
+        return index and not self._has_rows(node) and any(map(self._has_rows, node.all_input_nodes[1:]))
 
     def _keeps(self, node: object) -> bool:
         """Whether a value is what it was before, without rows."""
@@ -142,7 +141,7 @@ class _Body:
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return False
         name, record = operator_name(node), record_of(node)
-        if name in ("zeros", "zeros_like", "new_zeros"):
+        if name.removeprefix("new_").startswith("zeros"):
             return True
         if self._is_by_rows(node) or record.kind in (Kind.RESHAPE, Kind.PERMUTE, Kind.ALIAS, Kind.COPY):
             return self._is_nothing(node.args[0])
