@@ -60,7 +60,8 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
     for heading in ("checkpoint", "step", "plan", "tensors", "parameters", "weights", "optimizer", "its state"):
         table.add_column(heading, justify="left" if heading in ("checkpoint", "plan", "optimizer") else "right")
     for each in found:
-        name = Path(each["path"]).name + (" (latest)" if each["latest"] else "")
+        marks = [mark for mark in ("latest", "best") if each[mark]]
+        name = Path(each["path"]).name + (f" ({', '.join(marks)})" if marks else "")
         table.add_row(
             name if len(found) > 1 else each["path"],
             str(each["step"]),

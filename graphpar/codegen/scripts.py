@@ -111,9 +111,10 @@ _TRAIN = """        if args.check:
             for step, batches in training:
                 loss = pipeline.step(batches, step=step)
                 norm = pipeline.clip_grad_norm_(args.clip)  # every .grad is the single-device gradient
-                optimizer.step()
+                if training.accepts(loss, norm):  # always, without --skip-spikes
+                    optimizer.step()
                 training.log(loss, norm)
-                training.schedule.step()  # of the model file, or none
+                training.schedule.step()  # of the model file, or of --schedule
                 pipeline.zero_grad()
 """
 

@@ -168,7 +168,9 @@ class Pipeline(Stored):
         """
         self._optimizers.offload(optimizer)
 
-    def lr_schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> LRScheduler:
+    def lr_schedule(
+        self, optimizer: torch.optim.Optimizer, done: int = 0, make: Callable[[Optimizer], LRScheduler] | None = None
+    ) -> LRScheduler:
         """Make the model file's ``lr_schedule(optimizer)``; one that keeps the learning rate where it has none.
 
         What :meth:`save_checkpoint` saves with the optimizer has its state, and what :meth:`load_checkpoint` loads with the optimizer
@@ -176,11 +178,12 @@ class Pipeline(Stored):
 
         Args:
             done: how many steps were made before, of a run that goes on without such a checkpoint.
+            make: makes the schedule where the model file has none.
 
         Raises:
-            RuntimeProgramError: on all ranks, if it fails on one.
+            RuntimeProgramError: on all ranks, if it fails on one; or ``make`` is given, and the model file has a schedule.
         """
-        return self._optimizers.lr_schedule(optimizer, done)
+        return self._optimizers.lr_schedule(optimizer, done, make)
 
     def step(
         self,

@@ -160,15 +160,6 @@ def test_nothing_is_read_between_the_steps_that_are_shown(
 
 
 @pytest.mark.costly
-def test_tensorboard_is_asked_for_where_it_is_not(
-    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeProgramError, match="pip install tensorboard"):
-        Log(_pipeline(program), 1, tensorboard=tmp_path)
-
-
-@pytest.mark.costly
 def test_on_a_gpu_of_the_plan_mfu_and_memory_stand_beside_what_is_predicted(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from graphpar.runtime.checkpoints.folders import (
+    BEST,
     FORMAT,
     LATEST,
     PLAN,
@@ -228,6 +229,7 @@ def save(
     step: int,
     data: Mapping[str, Any] | None,
     keep: int | None,
+    best: bool,
     wait: bool,
 ) -> None:
     """Do what :meth:`Pipeline.save_checkpoint` says."""
@@ -238,6 +240,10 @@ def save(
         if target.name.startswith(".") or target.name in ("", LATEST):
             raise RuntimeProgramError(
                 f"{str(path)!r} is not a name for a checkpoint; name a folder such as ckpt/{step}"
+            )
+        if best and (target.parent / BEST).is_dir():
+            raise RuntimeProgramError(
+                f"{target.parent / BEST} is a folder, but the name of the best checkpoint is to be written there; rename it"
             )
         if not torch.serialization.get_crc32_options():
             raise RuntimeProgramError(
@@ -271,7 +277,7 @@ def save(
     plan = (program.folder / PLAN).read_bytes()
 
     def finish(part: Part) -> None:
-        part.finish(record, plan, keep)
+        part.finish(record, plan, keep, best)
 
     _written(saver, entries, target, lambda: begin(target, model), finish, wait)
 

@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from graphpar.runtime.checkpoints.adapters import base_weights, check_mergeable, write_adapters
 from graphpar.runtime.checkpoints.checkpoint import check_names, check_sizes, shapes_of
 from graphpar.runtime.checkpoints.folders import (
+    BEST,
     FORMAT,
     PLAN,
     RECORD,
     begin,
     find,
     model_of,
+    named,
     read_record,
     whole_checkpoints,
 )
@@ -71,7 +73,9 @@ def inspected(path: str | Path) -> list[dict[str, Any]]:
     latest = find(path)
     several = [] if (Path(path) / RECORD).is_file() else whole_checkpoints(Path(path))
     folders = several if latest in several else [*several, latest]  # one that is damaged raises
-    return [{**_checkpoint_facts(folder), "latest": folder == latest} for folder in folders]
+    file = latest.with_name(BEST)
+    best = latest.with_name(named(file)) if file.is_file() else None
+    return [{**_checkpoint_facts(each), "latest": each == latest, "best": each == best} for each in folders]
 
 
 def _checkpoint_facts(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The folders of checkpoints: which ones are there and whole, who writes, and how one becomes whole.
 
-ckpt/.100.OWNER.part ──all of it on disk──► ckpt/100 ──► ckpt/latest        the second and the third while ckpt/.lock is held
+ckpt/.100.OWNER.part ──all of it on disk──► ckpt/100 ──► ckpt/latest, ckpt/best        all but the first while ckpt/.lock is held
 
 OWNER names the machine and the process that writes; nobody else touches the folder, unless that process has ended.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 
-RECORD, LATEST, PLAN, LOCK, BOXES = "checkpoint.json", "latest", "plan.json", ".lock", ".distcp"
+RECORD, LATEST, BEST, PLAN, LOCK, BOXES = "checkpoint.json", "latest", "best", "plan.json", ".lock", ".distcp"
 FORMAT = 2
 """The version of ``checkpoint.json``."""
 PEEK_S = 0.05
@@ -43,14 +43,16 @@ _numbers = itertools.count()  # of what this process writes
 
 
 def find(path: str | Path, fits: Callable[[Path], bool] = lambda _: True) -> Path:
-    """Find the checkpoint that ``path`` is, or the latest one in it: of those that fit, where there are any.
+    """Find the checkpoint that ``path`` is or names (``ckpt/best``), or the latest one in it: of those that fit, where there are any.
 
     Raises:
         RuntimeProgramError: there is none.
     """
     folder = Path(path)
-    if not (folder / RECORD).is_file() and (folder / LATEST).is_file():
-        folder = folder / _latest(folder)
+    if folder.is_file() and folder.name in (LATEST, BEST):
+        folder = folder.with_name(named(folder))
+    elif not (folder / RECORD).is_file() and (folder / LATEST).is_file():
+        folder = folder / named(folder / LATEST)
     for each in (folder, beside(folder, "old")):  # old: it was being replaced by another of its name
         if (each / RECORD).is_file():
             others = [] if folder == Path(path) or fits(each) else whole_checkpoints(folder.parent)
@@ -62,15 +64,16 @@ def find(path: str | Path, fits: Callable[[Path], bool] = lambda _: True) -> Pat
     names = [each.name for each in others]
     if folder != Path(path):
         there = f"; there are {', '.join(names)}, of which you may name one" if names else ""
-        raise RuntimeProgramError(f"{Path(path) / LATEST} names {folder.name}, which is not there{there}")
+        file = path if Path(path).is_file() else Path(path) / LATEST
+        raise RuntimeProgramError(f"{file} names {folder.name}, which is not there{there}")
     raise RuntimeProgramError(
         f"{path} is neither a checkpoint nor a folder of checkpoints.{near_match(folder.name, names)}"
     )
 
 
-def _latest(folder: Path) -> str:
-    """Return the name of the checkpoint that ``latest`` names: one beside it, and nowhere else."""
-    file = folder / LATEST
+def named(file: Path) -> str:
+    """Return the name of the checkpoint that ``latest`` or ``best`` names: one beside it, and nowhere else."""
+    folder = file.parent
     name = file.read_text(encoding="utf-8", errors="replace").strip()
     if file.is_symlink() or Path(name).name != name or name.startswith(".") or (folder / name).is_symlink():
         raise RuntimeProgramError(
@@ -286,8 +289,9 @@ class Part:
     folder: Path
     before: bytes | None
 
-    def finish(self, record: Mapping[str, Any], plan: bytes | None, keep: int | None) -> None:
-        """Make it whole, as all of its tensors are written, then the latest; then remove all but the last ``keep`` of its model.
+    def finish(self, record: Mapping[str, Any], plan: bytes | None, keep: int | None, best: bool = False) -> None:
+        """Make it whole, as all of its tensors are written, then the latest; then remove all but the last ``keep`` of its model, and
+        the best.
 
         Raises:
             RuntimeProgramError: another process has saved one of this name since this one was begun.
@@ -308,11 +312,14 @@ class Part:
                 _remove(old)
                 self.target.rename(old)
             self.folder.rename(self.target)
-            new = parent / f".{LATEST}"
-            _write_synced(new, f"{self.target.name}\n".encode())
-            new.replace(parent / LATEST)
+            for file in (BEST, LATEST) if best else (LATEST,):
+                new = parent / f".{file}"
+                _write_synced(new, f"{self.target.name}\n".encode())
+                new.replace(parent / file)
             _sync(parent)
+            kept = named(parent / BEST) if (parent / BEST).is_file() else None
             surplus = [] if keep is None else whole_checkpoints(parent, whole.get("model"))[:-keep]
+            surplus = [each for each in surplus if each.name != kept]
             surplus += [each for each in parent.glob(".*.old") if each.with_name(each.name[1:-4]).exists()]
             removed = [folder.rename(beside(folder, f"{_owner()}.part")) for folder in surplus]
         for folder in removed:

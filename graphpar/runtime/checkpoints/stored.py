@@ -171,6 +171,7 @@ class Stored:
         step: int,
         data: Mapping[str, Any] | None = None,
         keep: int | None = None,
+        best: bool = False,
         wait: bool = True,
     ) -> None:
         """Save weights, optimizer state and ``step`` between two steps, for programs of any plan; a collective call.
@@ -182,7 +183,8 @@ class Stored:
             optimizer: that of this rank.
             step: number of the last step that was taken.
             data: position in the data, or whatever else is to be kept as JSON: that of rank 0.
-            keep: remove all but this many of the last checkpoints.
+            keep: remove all but this many of the last checkpoints, and the best.
+            best: let the file ``best`` beside it name it: ``load_checkpoint("ckpt/best")`` loads it.
             wait: False: copy what is saved and write it while training goes on. An error is then raised by the next call that saves
                 or loads, or by ``close``.
 
@@ -197,7 +199,7 @@ class Stored:
         self._gradients.check_copies()
         state = self._state(optimizer)
         progress = checkpoint.Progress(self.seed, self.steps_done, self._scale, self._optimizers.schedule_of(optimizer))
-        checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, wait=wait)
+        checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, best=best, wait=wait)
 
     def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
         """Load what a program of this model has saved, under any plan and from any number of ranks; a collective call.
@@ -205,7 +207,7 @@ class Stored:
         The seed, the count of steps and the loss scale become those of the checkpoint, too.
 
         Args:
-            path: a checkpoint, or a folder of checkpoints: the latest.
+            path: a checkpoint, a folder of checkpoints (the latest), or the file in it that names the best (``ckpt/best``).
             optimizer: that of this rank, of the same kind; its hyperparameters become those of the checkpoint. Without one the
                 weights alone are loaded.
 

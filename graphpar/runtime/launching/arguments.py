@@ -9,9 +9,11 @@ from pathlib import Path
 
 from graphpar.runtime.checkpoints.folders import RECORD
 from graphpar.runtime.errors import near_match
+from graphpar.runtime.training.rates import DECAYS
 
-_NEEDS = {
-    "eval_batches": "eval_every", "checkpoint_every": "checkpoint", "keep": "checkpoint", "checkpoint_async": "checkpoint",
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "eval_batches": ("eval_every",), "checkpoint_every": ("checkpoint",), "keep": ("checkpoint",), "checkpoint_async": ("checkpoint",),
+    "keep_best": ("checkpoint", "eval_every"), "patience": ("eval_every",), "max_skips": ("skip_spikes",), "final_lr": ("schedule",),
 }  # fmt: skip
 """Options that say how another one does its work."""
 _EXCLUDES = {
@@ -24,9 +26,16 @@ _EXCLUDES = {
         "data",
         "eval_every",
         "json",
+        "keep_best",
         "log_file",
+        "mlflow",
+        "patience",
         "save",
+        "schedule",
+        "skip_spikes",
         "tensorboard",
+        "wandb",
+        "warmup",
     ),
 }
 """Options that have no effect beside another one."""
@@ -37,19 +46,39 @@ def train_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=count, default=10)
     parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
+    parser.add_argument(
+        "--warmup", type=whole, default=0, metavar="STEPS", help="steps in which the rate rises to --lr"
+    )
+    parser.add_argument(
+        "--schedule", choices=tuple(DECAYS), help="how the rate falls until --steps (default: constant)"
+    )
+    parser.add_argument("--final-lr", type=number, default=0.0, metavar="PART", help="of the rate, after --steps")
     parser.add_argument("--clip", type=limit, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, computed like one")
     parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on held-out batches")
     parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
     parser.add_argument(
+        "--patience", type=count, metavar="N", help="end after N evaluations that are no better than the best"
+    )
+    parser.add_argument(
+        "--skip-spikes",
+        type=limit,
+        metavar="D",
+        help="skip updates where loss or gradient norm is not finite or D deviations above the mean (inf: not finite)",
+    )
+    parser.add_argument("--max-skips", type=whole, default=10, metavar="K", help="end with an error after K in a row")
+    parser.add_argument(
         "--checkpoint", type=checkpoint_folder, help="folder of checkpoints: resume from its latest, and save there"
     )
     parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
     parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--keep-best", action="store_true", help="keep that of the lowest held-out loss too, as best")
     parser.add_argument("--checkpoint-async", action="store_true", help="copy to host memory, and write while training")
     parser.add_argument("--log-file", type=output_file, help="file to which each step appends a line of JSON")
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
+    parser.add_argument("--mlflow", metavar="EXPERIMENT", help="experiment of MLflow")
     parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and exit")
     parser.add_argument(
         "--check-replicas", type=count, metavar="N", help="every N steps, compare what ranks should have equal"
@@ -110,8 +139,9 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error(f"there is no option {unknown[0]}.{near_match(unknown[0].partition('=')[0], flags)}")
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     for name, needed in _NEEDS.items():
-        if name in given and needed not in given:
-            parser.error(f"{_flag(name)} needs {_flag(needed)}")
+        missing = [_flag(each) for each in needed if each not in given]
+        if name in given and missing:
+            parser.error(f"{_flag(name)} needs {' and '.join(missing)}")
     for name, others in _EXCLUDES.items():
         ignored = [_flag(other) for other in others if other in given and name in given]
         if ignored:

@@ -36,6 +36,7 @@ class _Beside:
     offloaded: OffloadedState | None = None
     whole: WholeParameters | None = None
     schedule: Schedule | Mapping[str, Any] | None = None  # as a checkpoint has it until it is made
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None  # in place of one of the model file, which has none
 
 
 class Optimizers:
@@ -147,14 +148,28 @@ class Optimizers:
 
     # The learning rate
 
-    def lr_schedule(self, optimizer: Optimizer, done: int, made: LRScheduler | None = None) -> LRScheduler:
+    def lr_schedule(
+        self,
+        optimizer: Optimizer,
+        done: int,
+        make: Callable[[Optimizer], LRScheduler] | None = None,
+        made: LRScheduler | None = None,
+    ) -> LRScheduler:
         """Make a schedule where the optimizer's checkpoint says, or let ``made`` be there; a collective call.
 
         Args:
             done: how many steps were made before, where no checkpoint says.
+            make: makes it where the model file has none.
         """
         with agreed():
-            make, beside = factory(self._parameters.program, self._package, "lr_schedule"), self._of(optimizer)
+            own, beside = factory(self._parameters.program, self._package, "lr_schedule"), self._of(optimizer)
+            if own is not None and make is not None:
+                raise RuntimeProgramError(
+                    "the model file has an lr_schedule, and a second one would undo what it sets: leave --schedule and --warmup out, or "
+                    "compile without lr_schedule"
+                )
+            beside.make_schedule = make or beside.make_schedule
+            make = own or beside.make_schedule
             saved = None if isinstance(beside.schedule, Schedule) else beside.schedule
             made, schedule = build_lr_schedule(make, optimizer, done, saved, made)
             beside.schedule = schedule
@@ -168,7 +183,7 @@ class Optimizers:
         made = beside.schedule.made() if isinstance(beside.schedule, Schedule) else None
         beside.schedule = schedule
         if made is not None:
-            self.lr_schedule(optimizer, step, made)
+            self.lr_schedule(optimizer, step, made=made)
 
     def schedule_of(self, optimizer: Optimizer | None) -> Mapping[str, Any] | None:
         """Describe the schedule of an optimizer: that which was made, or else that of its checkpoint."""

@@ -1,7 +1,7 @@
 """What training says of itself while it runs: each step's loss, speed and memory, measured beside predicted.
 
-    log.step(...) ──every N steps, when the loss is read──► a line on the terminal, and one of JSON for each step in a file
-                                                        └─► TensorBoard
+    log.step(...) ──every N steps, when the loss is read──► a line on the terminal
+                                                        └─► a record of each step for the loggers
 
 Nothing waits for the device but reading the loss, and only on the one rank that reports. Its seconds are those from step to step, with
 the loading of data; where N steps are read at once, each has an equal share.
@@ -14,7 +14,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.plan_record import kept_report, read_object
 from graphpar.runtime.training.balance import Counted
+from graphpar.runtime.training.loggers import JsonLines, Logger
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -88,10 +88,7 @@ class Log:
         batches: that a step is given.
         file: a line of JSON for each step is appended to it at once.
         history: where loss, gradient norm and seconds of all steps are written when the log is closed.
-        tensorboard: a folder for TensorBoard.
-
-    Raises:
-        RuntimeProgramError: ``tensorboard`` is given, but not installed.
+        loggers: make what each record is given to, on the one rank that says something.
     """
 
     def __init__(
@@ -104,10 +101,8 @@ class Log:
         batches: int = 1,
         file: Path | None = None,
         history: Path | None = None,
-        tensorboard: Path | None = None,
+        loggers: Sequence[Callable[[], Logger]] = (),
     ) -> None:
-        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise RuntimeProgramError("--tensorboard needs a package that is not installed: pip install tensorboard")
         self._reports = pipeline.reports
         if first >= steps and self._reports:
             print(f"nothing to do: {first} steps were made before, and --steps is {steps}", flush=True)
@@ -119,11 +114,11 @@ class Log:
         self._amount = batches * (pipeline.program.global_batch if tokens is None else tokens)
         self._history_file = history if self._reports else None
         self._history: list[dict[str, float]] = []
-        self._pending: list[tuple[int, Tensor, Tensor, float]] = []
+        self._pending: list[tuple[dict[str, Any], Tensor, Tensor]] = []
         self._balance, self._counted = pipeline.balance(), dict[int, Counted]()
         self._spent = 0.0
-        self._file = file.open("a", encoding="utf-8") if file is not None and self._reports else None
-        self._board = _board(tensorboard) if tensorboard is not None and self._reports else None
+        made: list[Callable[[], Logger]] = [] if file is None else [lambda: JsonLines(file)]
+        self._loggers = [make() for make in (*made, *loggers)] if self._reports else []
         self._bar = _bar(first, steps) if self._reports and sys.stdout.isatty() else None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -138,20 +133,34 @@ class Log:
         """Add the time since then to that of the steps that are yet to be read."""
         self._spent, self._began = self._spent + time.perf_counter() - self._began, time.perf_counter()
 
-    def step(self, step: int, loss: Tensor | None, norm: Tensor, optimizer: Optimizer) -> None:
+    def step(
+        self,
+        step: int,
+        loss: Tensor | None,
+        norm: Tensor,
+        optimizer: Optimizer,
+        *,
+        data_seconds: float | None = None,
+        skipped: str | None = None,
+    ) -> None:
         """Note a step that the optimizer has made.
 
         Args:
             loss: what ``pipeline.step`` returned.
             norm: of the gradient, over the whole model.
             optimizer: whose first group's learning rate is noted.
+            data_seconds: for how long this rank waited for its batches.
+            skipped: why the optimizer has not made it.
         """
         counted = self._balance.end_step()  # on all ranks
         if not self._reports or loss is None:
             return
         if counted is not None:
             self._counted[step] = counted
-        self._pending.append((step, loss.detach(), norm, float(optimizer.param_groups[0]["lr"])))
+        noted: dict[str, Any] = {"step": step, "lr": float(optimizer.param_groups[0]["lr"])}
+        noted |= {} if data_seconds is None else {"data_seconds": data_seconds}
+        noted |= {} if skipped is None else {"skipped": skipped}
+        self._pending.append((noted, loss.detach(), norm))
         self._pass()
         if (step + 1) % self._every == 0 or step == self._last:
             self._read()
@@ -164,8 +173,6 @@ class Log:
             loss = next(iter(outputs.values())).item()
             self._print(f"held-out loss {loss:.6f} after step {step}")
             self._write({"step": step, "held_out_loss": loss})
-            if self._board is not None:
-                self._board.add_scalar("held_out_loss", loss, step)
         self.restart()
 
     def saved(self, step: int, folder: Path, seconds: float) -> None:
@@ -179,21 +186,23 @@ class Log:
         """Wait for the device, and tell of the steps since the last time."""
         if not self._pending:
             return
-        values = torch.stack([value.double().reshape(()) for _, *two, _ in self._pending for value in two]).tolist()
+        values = torch.stack([value.double().reshape(()) for _, *two in self._pending for value in two]).tolist()
         self._pass()
         seconds = self._spent / len(self._pending)
-        for (step, *_, lr), loss, norm in zip(self._pending, values[::2], values[1::2]):
-            record = self._record(step, loss, norm, lr, seconds)
+        for (noted, *_), loss, norm in zip(self._pending, values[::2], values[1::2]):
+            record = self._record(noted, loss, norm, seconds)
             self._history.append({"loss": loss, "gradient_norm": norm, "seconds": seconds})
             self._write(record)
-            self._show_on_board(record)
+            if "skipped" in noted and noted is not self._pending[-1][0]:
+                self.say(f"step {noted['step']:4}   skipped: {noted['skipped']}")
         self._print(self._line(record))
         self._pending, self._spent = [], 0.0
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=record["step"] + 1)
 
-    def _record(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> dict[str, Any]:
-        record: dict[str, Any] = {"step": step, "loss": loss, "gradient_norm": norm, "lr": lr, "seconds": seconds}
+    def _record(self, noted: Mapping[str, Any], loss: float, norm: float, seconds: float) -> dict[str, Any]:
+        step = noted["step"]
+        record = {"step": step, "loss": loss, "gradient_norm": norm, "lr": noted["lr"], "seconds": seconds, **noted}
         record[f"{self._unit}_per_s"] = self._amount / seconds
         meant = self._predicted
         here = meant is not None and meant.here
@@ -218,9 +227,10 @@ class Log:
     def _line(self, record: Mapping[str, Any]) -> str:
         meant: Mapping[str, Any] = record["predicted"] if record["predicted"] and record["predicted"]["here"] else {}
         beside = f", predicted {meant['seconds']:.3f} s" if meant else ""
+        waited = f", data {record['data_seconds']:.3f} s" if record.get("data_seconds", 0.0) >= 0.001 else ""
         line = (
             f"step {record['step']:4}   loss {record['loss']:.6f}   gradient norm {record['gradient_norm']:.4f}   "
-            f"{record['seconds']:.3f} s{beside}   lr {record['lr']:.2e}   {record[f'{self._unit}_per_s']:,.0f} {self._unit}/s"
+            f"{record['seconds']:.3f} s{beside}{waited}   lr {record['lr']:.2e}   {record[f'{self._unit}_per_s']:,.0f} {self._unit}/s"
         )
         if record["mfu"] is not None:
             line += f"   MFU {record['mfu']:.1%}, predicted {meant['mfu']:.1%}"
@@ -230,7 +240,12 @@ class Log:
             line += f"   rows: most of an expert {of['max_over_mean']:.2f}, of a rank {of['rank_max_over_mean']:.2f} of the mean"
         if meant and self._device.type == "cuda":
             line += f", predicted {meant['peak_memory_bytes'] / _GIB:.2f} GiB"
-        return line
+        return f"{line}   skipped: {record['skipped']}" if "skipped" in record else line
+
+    def say(self, line: str) -> None:
+        """Print a line, on the rank that reports."""
+        if self._reports:
+            self._print(line)
 
     def _print(self, line: str) -> None:
         if self._bar is None:
@@ -239,31 +254,22 @@ class Log:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-
-    def _show_on_board(self, record: Mapping[str, Any]) -> None:
-        if self._board is None:
-            return
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(name, value, record["step"])
-        for name, value in (record["predicted"] or {}).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._board.add_scalar(f"predicted/{name}", value, record["step"])
+        for logger in self._loggers:
+            logger.log(record)
 
     def close(self) -> None:
         """Tell of the last steps, and write the history."""
         self._read()
+        if self._history_file is not None:
+            self._history_file.write_text(json.dumps(self._history), encoding="utf-8")
+        self._end()
+
+    def _end(self) -> None:
         self._balance.close()
         if self._bar is not None:
             self._bar.stop()
-        if self._history_file is not None:
-            self._history_file.write_text(json.dumps(self._history), encoding="utf-8")
-        for each in (self._file, self._board):
-            if each is not None:
-                each.close()
+        for logger in self._loggers:
+            logger.close()
 
     def __enter__(self) -> Log:
         return self
@@ -273,10 +279,8 @@ class Log:
     ) -> None:
         if error is None:
             self.close()
-            return
-        self._balance.close()
-        if self._bar is not None:
-            self._bar.stop()
+        else:
+            self._end()
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -285,12 +289,6 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _board(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
 
 
 def _bar(first: int, steps: int) -> Progress | None:

@@ -3,10 +3,13 @@
 for step, batches in training:     resumes, evaluates, saves checkpoints, and ends when asked to
     loss = pipeline.step(batches, step=step)
     norm = pipeline.clip_grad_norm_(args.clip)
-    optimizer.step()
+    if training.accepts(loss, norm):
+        optimizer.step()
     training.log(loss, norm)
     training.schedule.step()
     pipeline.zero_grad()
+
+What it decides is decided by all ranks in the same step (:mod:`~graphpar.runtime.training.monitors`).
 """
 
 from __future__ import annotations
@@ -16,20 +19,25 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from graphpar.runtime.distributed import Ranks, StopSignal, agreed
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.training.data import first_batches, load
 from graphpar.runtime.training.log import Log
+from graphpar.runtime.training.loggers import Logger, requested
+from graphpar.runtime.training.monitors import BestLoss, SpikeGuard, shared
+from graphpar.runtime.training.rates import Rates
 
 if TYPE_CHECKING:
     from graphpar.runtime.pipeline import Pipeline
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
 Examples = Dataset[dict[str, Tensor]]
 MakeDataset = Callable[[argparse.Namespace, int, bool], Examples]
 """Makes a dataset from the arguments, a seed, and whether it is to have the examples that are held out."""
+Evaluate = Callable[["Pipeline", Sequence[dict[str, Tensor]]], Mapping[str, Tensor] | None]
 
 
 class RandomExamples(Examples):
@@ -70,6 +79,14 @@ def batches(
     )
 
 
+def _schedule(args: argparse.Namespace) -> Callable[[Optimizer], LambdaLR] | None:
+    """Return what makes the schedule of ``--schedule`` and ``--warmup``; None without them."""
+    if not args.schedule and not args.warmup:
+        return None
+    rates = Rates(args.schedule or "constant", args.warmup, args.steps, args.final_lr)
+    return lambda optimizer: LambdaLR(optimizer, rates)
+
+
 class Training:
     """Yields the number of each step and the batches that it is given, a list of ``--accumulate``.
 
@@ -80,6 +97,9 @@ class Training:
         args: see :func:`graphpar.runtime.launching.arguments.train_arguments`.
         dataset: makes the examples.
         batches: yields this rank's part of each global batch, where :func:`batches` of ``dataset`` is not wanted.
+        evaluate: in place of ``pipeline.eval``: of the pipeline and held-out batches, on the reporting rank a dict whose first value is the
+            lower the better.
+        loggers: make what each record of the log is given to besides those of the arguments, on the reporting rank.
     """
 
     def __init__(
@@ -90,25 +110,43 @@ class Training:
         args: argparse.Namespace,
         dataset: MakeDataset,
         batches: Callable[..., Iterator[dict[str, Tensor]]] = batches,
+        *,
+        evaluate: Evaluate | None = None,
+        loggers: Sequence[Callable[[], Logger]] = (),
     ) -> None:
         self._pipeline, self._optimizer, self._args = pipeline, optimizer, args
+        loggers = [*requested(args), *loggers]
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         self._first = saved.step if saved else 0
         # Under any plan training goes on with the next examples.
         self._begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0
-        self.schedule = pipeline.lr_schedule(optimizer, self._first)
-        """Of the model file; without one it changes nothing."""
+        self.schedule = pipeline.lr_schedule(optimizer, self._first, _schedule(args))
+        """Of the model file or of ``--schedule``; without either it changes nothing."""
+        self._guard = SpikeGuard(args.skip_spikes, args.max_skips) if args.skip_spikes is not None else None
+        self._best = BestLoss(args.patience) if args.patience or args.keep_best else None
+        for name, each in self._monitors().items():
+            if saved and name in saved.data:
+                each.load_state_dict(saved.data[name])
         self._stop = pipeline.stop = StopSignal(ranks) if args.checkpoint else None
+        self._evaluate = evaluate or type(pipeline).eval
         self._held_out: list[dict[str, Tensor]] = []
         if args.eval_every:
-            pipeline.check_eval()
+            if evaluate is None:
+                pipeline.check_eval()
             self._held_out += first_batches(batches(args, pipeline, dataset, 0, True), args.eval_batches)
         self._data = batches(args, pipeline, dataset, self._begun)
         self._log = Log(
             pipeline, args.steps, self._first, every=args.log_every, batches=args.accumulate, file=args.log_file,
-            history=args.json, tensorboard=args.tensorboard,
+            history=args.json, loggers=loggers,
         )  # fmt: skip
-        self._step, self._stopped = self._first, False
+        self._step, self._waited = self._first, 0.0
+        self._skipped: str | None = None
+        self._ends = self._stopped = False
+
+    def _monitors(self) -> dict[str, SpikeGuard | BestLoss]:
+        """Those whose state checkpoints keep."""
+        found = {"spikes": self._guard, "best": self._best}
+        return {name: each for name, each in found.items() if each is not None}
 
     def __enter__(self) -> Training:
         self._log.__enter__()
@@ -125,29 +163,68 @@ class Training:
 
     def __iter__(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         args, pipeline = self._args, self._pipeline
-        for step in range(self._first, args.steps):
-            self._step = step
-            yield step, [next(self._data) for _ in range(args.accumulate)]
-            done, ending = step + 1, self._stop is not None and self._stop.received()
+        self._end_if_no_better()
+        for step in range(self._first, 0 if self._ends else args.steps):
+            self._step, began = step, time.perf_counter()
+            given = [next(self._data) for _ in range(args.accumulate)]
+            self._waited, self._skipped = time.perf_counter() - began, None
+            yield step, given
+            done, stopped = step + 1, self._stop is not None and self._stop.received()
             if args.check_replicas and done % args.check_replicas == 0:
                 pipeline.check_replicas()
-            if args.eval_every and done % args.eval_every == 0:
-                self._log.held_out(step, pipeline.eval(self._held_out))  # the loss of all, as in model.eval()
-            if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
-                taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
-                folder, position = args.checkpoint / str(done), {"examples": taken}
-                if pipeline.device.type == "cuda":
-                    torch.cuda.synchronize(pipeline.device)  # the rest of the step is no part of the save
-                wait, began = ending or done == args.steps or not args.checkpoint_async, time.perf_counter()
-                pipeline.save_checkpoint(folder, self._optimizer, step=done, data=position, keep=args.keep, wait=wait)
-                self._log.saved(step, folder, time.perf_counter() - began)
-            if ending:
+            best = bool(args.eval_every) and done % args.eval_every == 0 and self._evaluated()
+            last = stopped or self._ends or done == args.steps
+            if args.checkpoint and (last or done % args.checkpoint_every == 0 or (best and args.keep_best)):
+                self._save(done, best=best and args.keep_best, wait=last or not args.checkpoint_async)
+            if stopped:
                 self._stopped = True
+            if last:
                 return
+
+    def _evaluated(self) -> bool:
+        """Evaluate on the held-out batches, and return whether that is the best so far."""
+        outputs = self._evaluate(self._pipeline, self._held_out)
+        self._log.held_out(self._step, outputs)
+        if self._best is None:
+            return False
+        best = self._best.improves(*shared(self._pipeline, next(iter(outputs.values())) if outputs else None))
+        self._end_if_no_better()
+        return best
+
+    def _end_if_no_better(self) -> None:
+        if self._best is not None and self._best.ends:
+            self._ends = True
+            self._log.say(f"{self._best.since} evaluations were no better than {self._best.value:.6f}: training ends")
+
+    def _save(self, done: int, *, best: bool, wait: bool) -> None:
+        args, pipeline = self._args, self._pipeline
+        taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
+        data = {"examples": taken, **{name: each.state_dict() for name, each in self._monitors().items()}}
+        if pipeline.device.type == "cuda":
+            torch.cuda.synchronize(pipeline.device)  # the rest of the step is no part of the save
+        folder, began = args.checkpoint / str(done), time.perf_counter()
+        pipeline.save_checkpoint(folder, self._optimizer, step=done, data=data, keep=args.keep, best=best, wait=wait)
+        self._log.saved(self._step, folder, time.perf_counter() - began)
+
+    def accepts(self, loss: Tensor | None, norm: Tensor) -> bool:
+        """Whether the optimizer is to make this step, the same on all ranks; with ``--skip-spikes`` a collective call.
+
+        Raises:
+            AgreedError: more than ``--max-skips`` steps in a row are spikes.
+        """
+        if self._guard is not None:
+            self._skipped = self._guard.refuses(self._step, *shared(self._pipeline, loss, norm))
+        return self._skipped is None
+
+    def end_if(self, condition: bool) -> None:
+        """End on all ranks after this step, as after ``--steps``, if the condition holds on any of them; a collective call."""
+        asked = torch.tensor(float(condition), device=self._pipeline.device)
+        dist.all_reduce(asked)
+        self._ends |= bool(asked)
 
     def log(self, loss: Tensor | None, norm: Tensor) -> None:
         """Log the step that was made; every ``--log-every`` steps their losses are read."""
-        self._log.step(self._step, loss, norm, self._optimizer)
+        self._log.step(self._step, loss, norm, self._optimizer, data_seconds=self._waited, skipped=self._skipped)
 
 
 # ---- ``train.py --check`` ----------------------------------------------------------------------------------------
