@@ -12,6 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpar.ir.program import OptimizerState, Program
+from graphpar.runtime.state.optimizers import made_by
 
 MAIN_DTYPE = torch.float32
 """The dtype of an optimizer's copies of low-precision parameters."""
@@ -46,13 +47,15 @@ def with_optimizer(program: Program, make: Callable[..., Any] | None) -> Program
         if name in first
     ]
     trained = [parameter for _, parameter in pairs if parameter.requires_grad]
-    if make is None or not trained or program.mode != "train":
+    if not trained or program.mode != "train":
         return program
+    if make is None:
+        return program.warn(_unused(program.configures)) if program.configures else program
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     try:
         with torch.random.fork_rng(devices=[]), _Numbers():
-            made = make(pairs)
+            made = made_by(make, pairs)
             made.step()
     except Exception as error:
         return program.warn(
@@ -62,6 +65,13 @@ def with_optimizer(program: Program, make: Callable[..., Any] | None) -> Program
     kept = [each for each in _pytree.tree_leaves(dict(made.state)) if isinstance(each, Tensor) and each.ndim]
     ratio = sum(each.nbytes for each in kept) / sum(parameter.nbytes for parameter in trained)
     return replace(program, optimizer=OptimizerState(type(made).__name__, round(ratio, 3)))
+
+
+def _unused(call: str) -> str:
+    return (
+        "The model has configure_optimizers, but the model file has no optimizer, so training takes AdamW with torch's defaults. "
+        f"To use it, write in the model file: def optimizer(named): return {call}"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_unflatten
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.frontend.between_steps import attributes_kept, check_memory, check_same, check_tensors, noted
 from graphpar.frontend.branches import Branches, Values, with_rows
-from graphpar.frontend.build import Built, build, build_for_real
+from graphpar.frontend.build import Built, build, build_for_real, needed_arguments
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.checkpoint_regions import Regions, plain_regions
 from graphpar.frontend.evaluation import always_on, difference, may_differ
@@ -113,6 +113,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     program.source = replace(source, precision=source.precision.resolved(program.mode), mode=trains_in)
     program = with_adapters(program, request.model)
     program.pretrained = pretrained_of(request.model)
+    program.configures = _configures(request.model)
     if source.mode == INFER and (reason := always_on(program.graph)) is not None:
         raise GraphparError(f"{program.name} can't be compiled for inference: {reason}.")
     if program.mode == GENERATE:
@@ -123,6 +124,14 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     if program.mode == TRAIN and may_differ(request.model):
         program.no_eval = _no_eval(request, program) if source.evaluates else NOT_COMPARED
     return program
+
+
+def _configures(model: nn.Module) -> str:
+    """Write a call of the ``configure_optimizers`` of nanoGPT's models and Lightning's, with the arguments that it needs; or nothing."""
+    if not callable(method := getattr(model, "configure_optimizers", None)):
+        return ""
+    given = "".join(f", {name}=..." for name in needed_arguments(method))
+    return f"{type(model).__name__}.configure_optimizers(named{given})"
 
 
 NOT_COMPARED = (

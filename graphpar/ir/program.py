@@ -222,6 +222,7 @@ class Program:
     """Of each random operator, in execution order, the dim that has the batch (-1: none has), and how many rows are before and behind
     each example in it; of what is no dropout also the bits of precision of the floats that it draws, 0 of whole numbers."""
     optimizer: OptimizerState = ADAMW  # of the model file, where it has one
+    configures: str = ""  # a call of the model's own configure_optimizers, if it has one
     dropout: str = "exact"  # how attention draws its dropout, of runtime.axes.DROPOUTS
     other_dropout: tuple[Program, Program] | None = field(default=None, compare=False, repr=False)
     """This program, and the same with another ``dropout``, once that was asked for."""

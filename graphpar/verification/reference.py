@@ -32,6 +32,7 @@ from graphpar.runtime.debugging.fp64 import doubled, in_double
 from graphpar.runtime.launching.launch import KeptFolder
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
 from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
+from graphpar.runtime.state.optimizers import made_by
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.policy import LARGEST_SCALE, Policy
 from graphpar.verification.substituted import Substituted, own_regions
@@ -431,7 +432,7 @@ def _step_own(stepping: Stepping, policy: Policy, reference: Reference) -> None:
         first.setdefault(id(parameter), name)
     pairs = [(name, policy.named[name]) for name in first.values()]
     try:
-        made = torch.optim.AdamW(pairs, lr=1e-3) if stepping.optimizer is None else stepping.optimizer(list(pairs))
+        made = torch.optim.AdamW(pairs, lr=1e-3) if stepping.optimizer is None else made_by(stepping.optimizer, pairs)
         schedule = None if stepping.lr_schedule is None else stepping.lr_schedule(made)
         for gradients in reference.gradients:
             for name, parameter in pairs:

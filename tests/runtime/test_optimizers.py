@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.state.optimizers import Described, build_optimizer
+from graphpar.runtime.state.optimizers import Described, build_optimizer, made_by
 
 Named = Sequence[tuple[str, nn.Parameter]]
 SHAPES = {"emb.weight": (10, 4), "layers.0.weight": (4, 4), "layers.0.bias": (4,), "layers.1.scale": ()}
@@ -70,3 +70,19 @@ def test_parameters_of_a_model_are_refused() -> None:
         build_optimizer(lambda _: torch.optim.AdamW([foreign]), {}, MODEL)
     with pytest.raises(RuntimeProgramError, match="failed on pairs of names and parameters: KeyError: 'x'"):
         build_optimizer(lambda named: dict(named)["x"], {}, MODEL)
+
+
+def test_what_lightning_returns_is_an_optimizer_where_there_is_one() -> None:
+    pairs = [("a", nn.Parameter(torch.zeros(2)))]
+
+    def made(wrap: Any) -> Any:
+        return made_by(lambda named: wrap(torch.optim.SGD(named.parameters(), lr=0.1)), pairs)
+
+    for wrap in (lambda o: o, lambda o: [o], lambda o: (o,), lambda o: {"optimizer": o}, lambda o: ([o], [])):
+        assert made(wrap).param_groups[0]["params"] == [pairs[0][1]]
+    for wrap in (lambda o: ([o], [1]), lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": 1}}):
+        with pytest.raises(RuntimeProgramError, match=r"scheduler, too; .* in a function lr_schedule\(optimizer\)"):
+            made(wrap)
+    for wrap, kind in ((lambda o: [o, o], "list"), (lambda o: None, "NoneType")):
+        with pytest.raises(RuntimeProgramError, match=f"returned a {kind}, not a torch.optim.Optimizer"):
+            made(wrap)

@@ -106,7 +106,7 @@ def build_optimizer(
     """
     pairs = [(name, own[name][0] if name in own else each.stand_in()) for name, each in model.items()]
     with _shown_whole({parameter: model[name].shape for name, parameter in pairs}):
-        made = torch.optim.AdamW(pairs, lr=LEARNING_RATE) if make is None else _called(make, pairs)
+        made = torch.optim.AdamW(pairs, lr=LEARNING_RATE) if make is None else made_by(make, pairs)
     _keep(made, {parameter: (name, own.get(name, ())) for name, parameter in pairs})
     _fuse(made)
     for group in made.param_groups if lr is not None else ():
@@ -139,13 +139,41 @@ def _of_shape(kind: type[nn.Parameter], shape: torch.Size) -> type[nn.Parameter]
     return made
 
 
-def _called(make: Callable[..., Any], pairs: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+class Named(list[tuple[str, nn.Parameter]]):
+    """Pairs of names and parameters, as the ``self`` of a model's ``configure_optimizers`` that asks for no more than its parameters."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the pairs."""
+        return iter(self)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters."""
+        return (parameter for _, parameter in self)
+
+
+def made_by(make: Callable[..., Any], pairs: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return the optimizer that a model file's ``optimizer`` makes, also as Lightning's ``configure_optimizers`` returns it.
+
+    Raises:
+        RuntimeProgramError: it fails, or returns something else than one optimizer.
+    """
     try:
-        made = make(list(pairs))
+        made = make(Named(pairs))
     except Exception as error:
         raise RuntimeProgramError(
             f"optimizer of the model file failed on pairs of names and parameters: {type(error).__name__}: {error}"
         ) from error
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
+        made = {"optimizer": made[0], **({"lr_scheduler": made[1]} if made[1] else {})}
+    if isinstance(made, Mapping) and "optimizer" in made:
+        if made.get("lr_scheduler") is not None:
+            raise RuntimeProgramError(
+                "optimizer of the model file returned a learning-rate scheduler, too; return the optimizer alone, and make the "
+                "scheduler in a function lr_schedule(optimizer), which is stepped after each step"
+            )
+        made = made["optimizer"]
+    if isinstance(made, list | tuple) and len(made) == 1:
+        made = made[0]
     if not isinstance(made, Optimizer):
         raise RuntimeProgramError(
             f"optimizer of the model file returned a {type(made).__name__}, not a torch.optim.Optimizer"
