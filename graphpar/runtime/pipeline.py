@@ -187,7 +187,7 @@ class Pipeline(Stored):
 
     def step(
         self,
-        batch: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        batch: Any,
         *,
         step: int | None = None,
         broadcast_loss: bool = False,
@@ -198,7 +198,8 @@ class Pipeline(Stored):
         Args:
             batch: inputs and targets by name: all of them, whole, the same on every rank; or of each that ``data.names`` lists
                 the rows ``data.rows``. An argument that is a list or mapping of tensors is given as the model takes it, or its
-                tensors by their own names. A sequence of batches is computed one after the other, as if it were one batch that has
+                tensors by their own names. It is a mapping, a dataclass or a named tuple; or a list or tuple of tensors, in the order
+                of the inputs, targets last. A sequence of batches is computed one after the other, as if it were one batch that has
                 all of them: loss and gradients are this one's, whatever the loss divides by.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
@@ -361,7 +362,7 @@ class Pipeline(Stored):
         if self.program.no_eval is not None:
             raise RuntimeProgramError(self.program.no_eval)
 
-    def eval(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Tensor] | None:
+    def eval(self, batch: Any) -> dict[str, Tensor] | None:
         """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
 
         Returns:
@@ -427,7 +428,7 @@ class Pipeline(Stored):
                 f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
             )
 
-    def _forward(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int) -> dict[str, Tensor] | None:
+    def _forward(self, batch: Any, step: int) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several."""
         self.synchronize()
         found: list[dict[str, Tensor] | None] = []

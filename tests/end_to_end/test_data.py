@@ -151,3 +151,78 @@ def test_another_length_is_another_program_for_the_same_weights(
     pool.torchrun(shorter / "train.py", ["--steps", "3", *options], nproc=2, timeout_s=120)
     (record,) = json.loads(history.read_text())
     assert record["loss"] == pytest.approx(expected[2], rel=0.05)  # of other excerpts
+
+
+STREAMS = '''
+import random
+from functools import partial
+
+from torch.utils.data import IterableDataset
+
+from graphpar.runtime import batches as of_dataset
+
+
+class Lines(IterableDataset):
+    """Pairs without names, which begin anew with an epoch."""
+
+    def __iter__(self):
+        text = open(TEXT, "rb").read()
+        for at in range(0, 16 * 20, 16):
+            piece = torch.tensor(list(text[at : at + 17]))
+            yield piece[:-1], piece[1:]
+
+
+class Counted(Lines):
+    """Knows where it is."""
+
+    at = 0
+
+    def __iter__(self):
+        for pair in list(Lines.__iter__(self))[self.at :]:
+            self.at += 1
+            yield pair
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def masked(examples):
+    ids, following = map(torch.stack, zip(*examples))
+    return ids, following.masked_fill(torch.rand(following.shape) < random.random(), -100)
+
+'''
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", ["Lines", "Counted"])
+def test_a_stream_goes_on_with_its_next_batch(kind: str, folder: Path, pool: RankPool, tmp_path: Path) -> None:
+    """In the middle of its second epoch; also under another plan, and with a function of random numbers that joins examples."""
+    given = "Training(pipeline, optimizer, ranks, args, dataset)"
+    history = tmp_path / "history.json"
+
+    def losses(plan: str, collated: bool, *options: object) -> list[float]:
+        text = (folder / f"{plan}_16" / "train.py").read_text()
+        own = f"lambda args, seed, held_out: {kind}()"
+        joined = ", partial(of_dataset, collate_fn=masked)" if collated else ""
+        text = text.replace(given, f"{given[:-8]}{own}{joined})")
+        text = text.replace("PROGRAM = ", f"{STREAMS.replace('TEXT', repr(str(TEXT)))}\nPROGRAM = ", 1)
+        script = folder / f"{plan}_16" / f"{kind}_{collated}.py"
+        script.write_text(text)
+        arguments = [str(each) for each in (*options, "--lr", 1e-2, "--json", history)]
+        pool.torchrun(script, arguments, nproc=PLANS[plan][0], timeout_s=120)
+        return [record["loss"] for record in json.loads(history.read_text())]
+
+    whole = losses("pp", kind == "Lines", "--steps", 5)
+    first = losses("pp", kind == "Lines", "--steps", 3, "--checkpoint", tmp_path / "same")
+    then = losses("pp", kind == "Lines", "--steps", 5, "--checkpoint", tmp_path / "same")
+    assert first + then == whole and len(then) == 2
+    if kind == "Counted":
+        first = losses("dp", False, "--steps", 3, "--checkpoint", tmp_path / "other")
+        then = losses("pp", False, "--steps", 5, "--checkpoint", tmp_path / "other")
+        assert first + then == pytest.approx(whole, rel=1e-5)
+        with pytest.raises(LaunchError, match="--workers loads examples by their index"):
+            losses("pp", False, "--workers", 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from transformers import BatchEncoding
 
 import graphpar as gp
 from graphpar.runtime import Pipeline, distributed, start
@@ -32,6 +34,17 @@ def test_what_fails_leaves_the_process(
     assert not dist.is_initialized()
     with start() as ranks:
         assert ranks.world_size == 1
+
+
+@dataclass
+class Pair:
+    ids: Tensor
+    labels: Tensor
+
+
+class Two(NamedTuple):
+    ids: Tensor
+    labels: Tensor
 
 
 class Labelled(nn.Module):
@@ -67,11 +80,25 @@ def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None
                 said = f"a loss got the label {wrong}, which is not one of its classes; labels of the batch has it"
             with pytest.raises(RuntimeProgramError, match=said):
                 pipeline.step({"ids": ids, "labels": labels.index_fill(1, torch.tensor(3), wrong)})
-        for given in ((ids, labels), [ids, labels], [(ids, labels)], ids):
-            with pytest.raises(
-                RuntimeProgramError, match=r'by name, \{"ids": ..., "labels": ...\}.* as a DataLoader gives them'
-            ):
-                pipeline.step(given)  # type: ignore[arg-type]
+        for given in (ids, "ids", [ids.tolist()] * 2):
+            with pytest.raises(RuntimeProgramError, match=r'by name, \{"ids": ..., "labels": ...\}|has 24 values'):
+                pipeline.step(given)
+        with pytest.raises(
+            RuntimeProgramError, match="has 3 values, but the program has 2 inputs, in this order: ids, labels"
+        ):
+            pipeline.step((ids, labels, labels))
+        expected = pipeline.eval({"ids": ids, "labels": labels})
+        pair = Pair(ids, labels)
+        for given in (
+            (ids, labels),
+            [ids, labels],
+            [(ids, labels)],
+            pair,
+            [pair],
+            Two(ids, labels),
+            BatchEncoding(vars(pair)),
+        ):
+            assert pipeline.eval(given) == expected
         assert set(pipeline.eval({"ids": ids, "labels": labels}) or {}) == {"loss"}
 
 

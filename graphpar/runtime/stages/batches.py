@@ -7,6 +7,7 @@ first step also compares the batches of all ranks, and so do some of the later o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,6 +61,30 @@ def leaf_paths(name: str, value: Any) -> list[str]:
         text = "_".join([name, *parts])
         result.append("".join(char if char.isalnum() or char == "_" else "_" for char in text))
     return result
+
+
+def by_name(program: Manifest, batch: Any) -> Mapping[str, Any] | None:
+    """Return a batch or an example by names: of a mapping, a dataclass or a named tuple its own, of a sequence those of the inputs in
+    order, targets last. None where it is something else.
+
+    Raises:
+        RuntimeProgramError: a sequence has not as many tensors or numbers as the program has inputs.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        named: Mapping[str, Any] = batch._asdict()
+        return named
+    if not isinstance(batch, list | tuple):
+        return None
+    names, values = [spec.name for spec in program.inputs if spec.role != "sample_keys"], tree_leaves(batch)
+    if len(values) != len(names):
+        raise RuntimeProgramError(
+            f"a batch without names has {len(values)} values, but the program has {len(names)} inputs, in this order: {', '.join(names)}"
+        )
+    return dict(zip(names, values))
 
 
 def flattened(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,10 +288,10 @@ def agree_on_batches(
             )
 
 
-def together(
-    program: Manifest, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], training: bool
-) -> Sequence[Mapping[str, Tensor]]:
+def together(program: Manifest, batch: Any, training: bool) -> Sequence[Mapping[str, Tensor]]:
     """List the batches of a step, each as its tensors by name: one, or several that stand for one that has all of them.
+
+    A list or tuple with a tensor in it is one batch.
 
     Args:
         training: whether operators that mix examples do so; BatchNorm in evaluation does not.
@@ -275,22 +300,23 @@ def together(
         RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch;
             or an argument that is no tensor is another than the model was compiled with.
     """
-    batches = [batch] if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else list(batch)
+    one = not isinstance(batch, list | tuple) or hasattr(batch, "_asdict") or any(map(torch.is_tensor, batch))
+    batches = [batch] if one else list(batch)
     if not batches:
         raise RuntimeProgramError("a step got no batch")
-    strange = next((each for each in batches if not isinstance(each, Mapping)), None)
+    given = [by_name(program, each) for each in batches]
+    strange = next((each for each, named in zip(batches, given) if named is None), None)
     if strange is not None:
         names = ", ".join(f'"{spec.name}": ...' for spec in program.inputs if spec.role != "sample_keys")
         raise RuntimeProgramError(
-            f"a batch has its tensors by name, {{{names}}}, and several batches are a list of such; this one is a {type(batch).__name__} "
-            f"with a {type(strange).__name__} in it, as a DataLoader gives them: name them"
+            f"a batch has its tensors by name, {{{names}}}, and several batches are a list of such; this one is a {type(strange).__name__}"
         )
     reason = program.unsplittable or (program.coupled if training else None)
     if program.mode != "train":
         reason = "only losses add up, and this program returns outputs"
     if len(batches) > 1 and reason is not None:
         raise RuntimeProgramError(f"{len(batches)} consecutive batches are not equivalent to one large batch: {reason}")
-    return [flattened(program, each) for each in batches]
+    return [flattened(program, each) for each in given if each is not None]
 
 
 def agree_on_number(batches: Sequence[object]) -> None:

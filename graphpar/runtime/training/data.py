@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
-from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.stages.batches import flattened
+from graphpar.runtime.training.collate import Collate, Collator
+from graphpar.runtime.training.streams import Stream
 
 if TYPE_CHECKING:
     from graphpar.runtime.pipeline import Pipeline
@@ -73,32 +73,44 @@ class Rows(Sampler[list[int]]):
 
 def load(
     pipeline: Pipeline,
-    dataset: Callable[[], Dataset[Mapping[str, Any]]],
+    dataset: Callable[[], Dataset[Any] | Iterable[Any]],
     *,
     seed: int = 0,
     first: int = 0,
     workers: int = 0,
     once: bool = False,
+    collate_fn: Collate | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield what this rank needs of each global batch, from batch ``first`` on; a collective call.
 
     Args:
-        dataset: makes a map-style dataset, the same on every rank. Its items are dicts of one example's inputs and targets by name. Inputs
-            that have no rows are taken from the first of a batch, so they must be the same in all examples.
+        dataset: makes a map-style dataset, the same on every rank. Its items are one example's inputs and targets: dicts by name,
+            dataclasses, or tuples in the order of the inputs. Inputs that have no rows are taken from the first of a batch, so they
+            must be the same in all examples. Or an iterable of such items, or a DataLoader of global batches: a :class:`Stream`.
         seed: of the order of the examples.
         workers: processes of this rank that load examples.
         once: go through the dataset once and in order, rather than in epochs without end, each in another order.
+        collate_fn: makes this rank's rows of a batch of their examples; what it draws at random depends on the seed and the batch.
 
     Raises:
         RuntimeProgramError: the dataset is smaller than a batch or not the same everywhere; later, that an example doesn't fit the program.
     """
     part, program = pipeline.data, pipeline.program
     with agreed():
-        examples = dataset()
-        if not hasattr(examples, "__len__"):
-            raise RuntimeProgramError(
-                "dataset() must return a map-style dataset, which has a length and items by index"
-            )
+        examples: Any = dataset()
+        collate = Collator(program, part.names, collate_fn, seed)
+        indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+        if isinstance(examples, IterableDataset | DataLoader) or not indexed:
+            if not hasattr(examples, "__iter__"):
+                raise RuntimeProgramError(
+                    f"dataset() returned a {type(examples).__name__}; it must have a length and items by index, or be iterable"
+                )
+            if workers:
+                raise RuntimeProgramError(
+                    "--workers loads examples by their index, which an iterable dataset has not: leave it out, or return a DataLoader "
+                    "of global batches that has workers of its own"
+                )
+            return Stream(examples, collate, program.global_batch, part.rows, first, once)
         if len(examples) < program.global_batch:
             source = f" of {', '.join(map(str, examples.files))}" if isinstance(examples, TokenDataset) else ""
             number = f"{len(examples)} example{'s' if len(examples) != 1 else ''}{' that are held out' if once else ''}"
@@ -114,10 +126,10 @@ def load(
     if not part.names:  # the stages of this rank only compute with what others send
         return ({} for _ in rows)
     loader = DataLoader(
-        examples,
-        batch_sampler=rows,
+        _Numbered(examples),
+        batch_sampler=([(number, index) for index in own] for number, own in enumerate(rows, first)),
         num_workers=workers,
-        collate_fn=_Collate(program, part.names),
+        collate_fn=collate.of_numbered,
         pin_memory=pipeline.device.type == "cuda",
         worker_init_fn=_outlast_a_stop,
     )
@@ -151,30 +163,14 @@ def first_batches(batches: Iterator[dict[str, Tensor]], number: int) -> list[dic
     return found
 
 
-class _Collate:
-    """Joins the inputs ``names`` of examples."""
+class _Numbered(Dataset[Any]):
+    """The examples of a dataset, each with the number of its batch."""
 
-    def __init__(self, program: Manifest, names: Sequence[str]) -> None:
-        self._program = program
-        self._inputs = [program.input(name) for name in names]
+    def __init__(self, examples: Any) -> None:
+        self._examples = examples
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        joined, examples = {}, [flattened(self._program, example) for example in examples]
-        for spec in self._inputs:
-            shape = [size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim]
-            values = []
-            for example in examples if spec.batch_dim is not None else examples[:1]:
-                if spec.name not in example:
-                    raise RuntimeProgramError(
-                        f"an example of the dataset has no {spec.name}; it has {', '.join(example)}"
-                    )
-                values.append(value := torch.as_tensor(example[spec.name]))
-                if list(value.shape) != shape:
-                    raise RuntimeProgramError(
-                        f"{spec.name} of an example has shape {list(value.shape)}; the program expects {shape}"
-                    )
-            joined[spec.name] = values[0] if spec.batch_dim is None else torch.stack(values, spec.batch_dim)
-        return joined
+    def __getitem__(self, place: tuple[int, int]) -> tuple[int, Any]:
+        return place[0], self._examples[place[1]]
 
 
 def _with_plain_errors(loader: DataLoader[Any]) -> Iterator[dict[str, Tensor]]:

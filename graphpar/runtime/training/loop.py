@@ -19,9 +19,9 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch.utils.data import Dataset
 
 from graphpar.runtime.distributed import Ranks, StopSignal, agreed
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.training.collate import Collate
 from graphpar.runtime.training.data import first_batches, load
 from graphpar.runtime.training.log import Log
 from graphpar.runtime.training.loggers import Logger, requested
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from graphpar.runtime.pipeline import Pipeline
 
 Examples = Dataset[dict[str, Tensor]]
-MakeDataset = Callable[[argparse.Namespace, int, bool], Examples]
+MakeDataset = Callable[[argparse.Namespace, int, bool], Dataset[Any] | Iterable[Any]]
 """Makes a dataset from the arguments, a seed, and whether it is to have the examples that are held out."""
 Evaluate = Callable[["Pipeline", Sequence[dict[str, Tensor]]], Mapping[str, Tensor] | None]
 
@@ -64,19 +65,26 @@ class RandomExamples(Examples):
 
 
 def batches(
-    args: argparse.Namespace, pipeline: Pipeline, dataset: MakeDataset, first: int = 0, held_out: bool = False
+    args: argparse.Namespace,
+    pipeline: Pipeline,
+    dataset: MakeDataset,
+    first: int = 0,
+    held_out: bool = False,
+    collate_fn: Collate | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield what this rank needs of each global batch, from batch number ``first`` on; of the held-out examples once.
 
     Args:
         args: of the script: ``batch``, a file whose batch is used for every step, or None; ``workers``.
+        collate_fn: see :func:`~graphpar.runtime.training.data.load`.
     """
     if args.batch:
         return itertools.repeat(load_file(args.batch))
     seed = pipeline.seed  # that of the checkpoint, when training goes on
     return load(
-        pipeline, lambda: dataset(args, seed, held_out), seed=seed, first=first, workers=args.workers, once=held_out
-    )
+        pipeline, lambda: dataset(args, seed, held_out), seed=seed, first=first, workers=args.workers, once=held_out,
+        collate_fn=collate_fn,
+    )  # fmt: skip
 
 
 def _schedule(args: argparse.Namespace) -> Callable[[Optimizer], LambdaLR] | None:
@@ -96,7 +104,8 @@ class Training:
     Args:
         args: see :func:`graphpar.runtime.launching.arguments.train_arguments`.
         dataset: makes the examples.
-        batches: yields this rank's part of each global batch, where :func:`batches` of ``dataset`` is not wanted.
+        batches: yields this rank's part of each global batch, where :func:`batches` of ``dataset`` is not wanted; if it has
+            ``state_dict`` and ``load_state_dict``, checkpoints hold its state, of rank 0.
         evaluate: in place of ``pipeline.eval``: of the pipeline and held-out batches, on the reporting rank a dict whose first value is the
             lower the better.
         loggers: make what each record of the log is given to besides those of the arguments, on the reporting rank.
@@ -134,7 +143,9 @@ class Training:
             if evaluate is None:
                 pipeline.check_eval()
             self._held_out += first_batches(batches(args, pipeline, dataset, 0, True), args.eval_batches)
-        self._data = batches(args, pipeline, dataset, self._begun)
+        self._data: Any = batches(args, pipeline, dataset, self._begun)
+        if saved and "stream" in saved.data and hasattr(self._data, "load_state_dict"):
+            self._data.load_state_dict(saved.data["stream"])
         self._log = Log(
             pipeline, args.steps, self._first, every=args.log_every, batches=args.accumulate, file=args.log_file,
             history=args.json, loggers=loggers,
@@ -199,7 +210,8 @@ class Training:
     def _save(self, done: int, *, best: bool, wait: bool) -> None:
         args, pipeline = self._args, self._pipeline
         taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
-        data = {"examples": taken, **{name: each.state_dict() for name, each in self._monitors().items()}}
+        kept = self._monitors() | ({"stream": self._data} if hasattr(self._data, "state_dict") else {})
+        data = {"examples": taken, **{name: each.state_dict() for name, each in kept.items()}}
         if pipeline.device.type == "cuda":
             torch.cuda.synchronize(pipeline.device)  # the rest of the step is no part of the save
         folder, began = args.checkpoint / str(done), time.perf_counter()
