@@ -112,10 +112,10 @@ def start(
     try:
         ranks = _join(timeout_s, device, program) if alone is None else _join_alone(*alone, device)
         yield ranks
-        _leave()
+        note_left()
     except SystemExit as error:
         if not error.code:
-            _leave()
+            note_left()
         raise
     except Exception as error:
         fail(error, program)
@@ -232,17 +232,35 @@ def _join_alone(rank: int, world_size: int, device: str | None) -> Ranks:
     return Ranks(rank, world_size, 0, where, lone_group.BACKEND)
 
 
-def _leave() -> None:
+def note_left() -> None:
     """Note that this rank goes without an error, for one that still waits for it."""
     with suppress(RuntimeError, ValueError):  # there is no group any more, or no store
         dist.distributed_c10d._get_default_store().set(f"{LEFT}{dist.get_rank()}", "")
+
+
+def await_left(timeout_s: float) -> None:
+    """Wait until all other ranks have left their loops, too.
+
+    Raises:
+        RuntimeProgramError: they have not.
+    """
+    store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    try:
+        store.wait(
+            [f"{LEFT}{rank}" for rank in range(dist.get_world_size()) if rank != own], timedelta(seconds=timeout_s)
+        )
+    except dist.DistStoreError:
+        raise RuntimeProgramError(
+            "this rank left its loop early, and others did not; training.end_if(condition) ends all ranks together"
+        ) from None
 
 
 def _have_left() -> list[int]:
     """Return the ranks that have gone without an error; none where the store has gone, too."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        return [rank for rank in range(dist.get_world_size()) if store.check([f"{LEFT}{rank}"])]
+        others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
+        return [rank for rank in others if store.check([f"{LEFT}{rank}"])]
     except (RuntimeError, ValueError):
         return []
 
@@ -267,7 +285,10 @@ def fail(error: Exception, program: str | Path | None = None) -> None:
     if secondary:
         left = _have_left()
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
-        ended = f"{who} ended without an error while this rank waits for it: it left its loop early, or exited"
+        ended = (
+            f"{who} ended without an error while this rank waits for it: it left its loop early, or exited; training.end_if(condition) "
+            "ends all ranks together"
+        )
         message = f"{ended if left else 'another rank ended, or the wait for it timed out'} ({cause_text})"
     frames, raised = ("", f"error: {message}\n") if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

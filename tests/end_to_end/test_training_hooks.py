@@ -186,6 +186,38 @@ def test_a_condition_of_the_users_own_ends_all_ranks_together(folder: Path, pool
 
 
 @pytest.mark.costly
+def test_a_rank_that_breaks_off_alone_is_named(folder: Path, pool: RankPool, tmp_path: Path) -> None:
+    """Also where it waits for the others, to save."""
+    run(pool, planted(folder / "tp", "if step == 1: break"), "--save", tmp_path / "all.safetensors")
+    assert (tmp_path / "all.safetensors").is_file()
+    script = planted(folder / "tp", "if step == 1 and pipeline.rank == 1: break")
+    said = r"(rank 1 ended without an error|rank 1: this).* left its loop early.*training.end_if"
+    with pytest.raises(LaunchError, match=said):
+        run(pool, script, "--steps", 4, "--timeout", 3, "--save", tmp_path / "trained.safetensors")
+
+
+@pytest.mark.costly
+def test_steps_are_traced_garbage_is_collected_between_and_the_data_are_timed(
+    folder: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    program, traces = folder / "pp", tmp_path / "traces"
+    script = planted(program, f'import gc; open("{tmp_path}/gc", "a").write(f"{{gc.isenabled()}} ")')
+    head = "def random_example(generator: torch.Generator) -> dict[str, Tensor]:\n"
+    script.write_text(script.read_text().replace(head, f"{head}    import time; time.sleep(0.01)\n"))
+    options = ["--profile", "1-2", "--profile-folder", traces, "--gc-every", 2, "--log-file", tmp_path / "log.jsonl"]
+    run(pool, script, "--steps", 4, *options)
+    for rank in range(2):
+        names = {event.get("name") for event in json.loads((traces / f"rank{rank}.json").read_text())["traceEvents"]}
+        assert {"aten::linear", "aten::add_"} & names and [
+            each for each in names if str(each).startswith("Optimizer.step")
+        ]
+    assert (tmp_path / "gc").read_text().split() == ["False"] * 8
+    assert all(each["data_seconds"] >= 0.08 for each in records(tmp_path / "log.jsonl"))
+    with pytest.raises(LaunchError, match="--memory-snapshot records allocations on GPUs, but these ranks are on CPUs"):
+        run(pool, script, "--memory-snapshot", tmp_path / "memory")
+
+
+@pytest.mark.costly
 def test_a_schedule_of_the_model_file_and_one_of_the_flags_are_refused(folder: Path, pool: RankPool) -> None:
     file = folder / "zero3" / "optimizer.py"
     file.write_text("import torch\ndef lr_schedule(made): return torch.optim.lr_scheduler.ConstantLR(made)\n")

@@ -195,7 +195,7 @@ def test_the_rank_that_left_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         "rank 1 ended without an error while this rank waits for it: it left its loop early" in capfd.readouterr().err
     )
     monkeypatch.undo()
-    monkeypatch.setattr(distributed, "_leave", lambda: store.set("noted", ""))
+    monkeypatch.setattr(distributed, "note_left", lambda: store.set("noted", ""))
     with start():
         pass
     assert store.check(["noted"])

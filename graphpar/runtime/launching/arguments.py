@@ -14,6 +14,7 @@ from graphpar.runtime.training.rates import DECAYS
 _NEEDS: dict[str, tuple[str, ...]] = {
     "eval_batches": ("eval_every",), "checkpoint_every": ("checkpoint",), "keep": ("checkpoint",), "checkpoint_async": ("checkpoint",),
     "keep_best": ("checkpoint", "eval_every"), "patience": ("eval_every",), "max_skips": ("skip_spikes",), "final_lr": ("schedule",),
+    "profile_folder": ("profile",),
 }  # fmt: skip
 """Options that say how another one does its work."""
 _EXCLUDES = {
@@ -25,11 +26,14 @@ _EXCLUDES = {
         "checkpoint",
         "data",
         "eval_every",
+        "gc_every",
         "json",
         "keep_best",
         "log_file",
+        "memory_snapshot",
         "mlflow",
         "patience",
+        "profile",
         "save",
         "schedule",
         "skip_spikes",
@@ -79,6 +83,10 @@ def train_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
     parser.add_argument("--mlflow", metavar="EXPERIMENT", help="experiment of MLflow")
+    parser.add_argument("--profile", type=steps, metavar="FIRST-LAST", help="steps to trace with torch.profiler")
+    parser.add_argument("--profile-folder", type=Path, default=Path("profile"), help="where each rank writes its trace")
+    parser.add_argument("--memory-snapshot", type=Path, metavar="FOLDER", help="where ranks record a GPU's allocations")
+    parser.add_argument("--gc-every", type=count, metavar="N", help="collect Python's garbage after each Nth step only")
     parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and exit")
     parser.add_argument(
         "--check-replicas", type=count, metavar="N", help="every N steps, compare what ranks should have equal"
@@ -173,6 +181,14 @@ def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"it is {text}; it must be a whole number of at least 0, below 2**32")
     return int(text)
+
+
+def steps(text: str) -> tuple[int, int]:
+    """Read the first and the last of some steps, counted from 0: the type of an argument."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; it must be the first and the last step, such as 10-12")
+    return int(first), int(last)
 
 
 def token_ids(text: str) -> list[int]:

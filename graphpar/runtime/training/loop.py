@@ -31,13 +31,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from graphpar.runtime.distributed import Ranks, StopSignal, agreed
+from graphpar.runtime.distributed import Ranks, StopSignal, agreed, await_left, note_left
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.training.collate import Collate
 from graphpar.runtime.training.data import first_batches, load
 from graphpar.runtime.training.log import Log
 from graphpar.runtime.training.loggers import Logger, requested
 from graphpar.runtime.training.monitors import BestLoss, SpikeGuard, shared
+from graphpar.runtime.training.profiling import Instruments
 from graphpar.runtime.training.rates import Rates
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Training:
         loggers: Sequence[Callable[[], Logger]] = (),
     ) -> None:
         self._pipeline, self._optimizer, self._args = pipeline, optimizer, args
-        loggers = [*requested(args), *loggers]
+        loggers, self._instruments = [*requested(args), *loggers], Instruments(args, pipeline.device)
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         self._first = saved.step if saved else 0
         # Under any plan training goes on with the next examples.
@@ -152,7 +153,7 @@ class Training:
         )  # fmt: skip
         self._step, self._waited = self._first, 0.0
         self._skipped: str | None = None
-        self._ends = self._stopped = False
+        self._ends = self._stopped = self._finished = False
 
     def _monitors(self) -> dict[str, SpikeGuard | BestLoss]:
         """Those whose state checkpoints keep."""
@@ -161,25 +162,34 @@ class Training:
 
     def __enter__(self) -> Training:
         self._log.__enter__()
+        self._instruments.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        broken_off = error is None and not self._finished
+        if broken_off:
+            note_left()  # where other ranks go on, they are told so
+        self._instruments.close()
         self._log.__exit__(kind, error, trace)
         if self._stop is not None and not self._stopped:
             self._stop.close()
         if error is None and not self._stopped and self._args.save:
+            if broken_off:
+                await_left(self._args.timeout)
             self._pipeline.save_weights(self._args.save)
 
     def __iter__(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         args, pipeline = self._args, self._pipeline
         self._end_if_no_better()
         for step in range(self._first, 0 if self._ends else args.steps):
+            self._instruments.begin(step)
             self._step, began = step, time.perf_counter()
             given = [next(self._data) for _ in range(args.accumulate)]
             self._waited, self._skipped = time.perf_counter() - began, None
             yield step, given
+            self._instruments.end(step)
             done, stopped = step + 1, self._stop is not None and self._stop.received()
             if args.check_replicas and done % args.check_replicas == 0:
                 pipeline.check_replicas()
@@ -187,10 +197,10 @@ class Training:
             last = stopped or self._ends or done == args.steps
             if args.checkpoint and (last or done % args.checkpoint_every == 0 or (best and args.keep_best)):
                 self._save(done, best=best and args.keep_best, wait=last or not args.checkpoint_async)
-            if stopped:
-                self._stopped = True
             if last:
-                return
+                self._stopped = stopped
+                break
+        self._finished = True
 
     def _evaluated(self) -> bool:
         """Evaluate on the held-out batches, and return whether that is the best so far."""
