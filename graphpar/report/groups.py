@@ -16,7 +16,7 @@ from typing import Any
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
-from graphpar.runtime.axes import AXES, AXIS, GROUPS, REPLICAS
+from graphpar.runtime.axes import AXES, AXIS, GROUPS, REPLICAS, STATE_AXES
 from graphpar.text import indices_text
 
 _SHOWN = 8
@@ -26,8 +26,9 @@ _SHOWN = 8
 def group_axes(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Return the axes of several ranks of every group that the plan has, by the group's name."""
     expert = expert_axes(plan)
-    same = tuple(axis for axis in (*REPLICAS, "cp") if axis not in expert)
-    named = {axis: (axis,) for axis in AXES} | GROUPS | {"expert": expert, "expert_data": same if expert else ()}
+    same = {"efsdp": STATE_AXES, "expert_data": (*REPLICAS, "cp")}  # on the other axes experts are the same
+    own = {name: tuple(axis for axis in axes if expert and axis not in expert) for name, axes in same.items()}
+    named = {axis: (axis,) for axis in AXES} | GROUPS | {"expert": expert} | own
     degrees = plan.mesh.degrees()
     found = {name: tuple(axis for axis in AXES if axis in axes and degrees[axis] > 1) for name, axes in named.items()}
     return {name: axes for name, axes in found.items() if axes}
@@ -70,7 +71,7 @@ def ranks_of(plan: Plan, name: str) -> list[list[int]]:
         *first, last = GROUPS.get(name, (name,))
         enabled = f"it has {', '.join(found)}" if found else "each rank is alone"
         reason = f"{', '.join(first)} and {last} have one rank" if first else f"{last} has one rank"
-        if name.startswith("expert") and not expert_axes(plan):
+        if name in ("efsdp", "expert", "expert_data") and not expert_axes(plan):
             reason = "it divides no experts by their number"
         raise GraphparError(f"The plan has no group {name}: {reason}; {enabled}.")
     return plan.mesh.groups_over(found[name])

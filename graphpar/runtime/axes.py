@@ -105,11 +105,13 @@ GROUPS = {
     "batch": REPLICAS,
     "loss": (*REPLICAS, "cp"),
     "fsdp": STATE_AXES,
+    "efsdp": STATE_AXES,
     "expert": ("dp_expert", "ep"),
     "expert_data": tuple(name for name in (*REPLICAS, "cp") if not AXIS[name].exchanges),
 }
-"""Groups of ranks as axes: other rows of the batch, parts of the loss, shards of the state, different experts, and the same experts on
-other data, whose gradients are summed."""
+"""Groups of ranks as axes: other rows of the batch, parts of the loss, shards of the state, of the state of the same experts (no axis of
+these divides experts, so no other ranks than of all state), different experts, and the same experts on other data, whose gradients are
+summed."""
 SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: (AXIS[name].replicas, not AXIS[name].exchanges)))
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with, and of the experts that ranks of
 other axes share out, replicas share out each share."""

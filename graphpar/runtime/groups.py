@@ -58,7 +58,7 @@ class Groups:
         Raises:
             KeyError: there is no such name; the message lists those that there are.
         """
-        if name == "fsdp":
+        if name in ("fsdp", "efsdp"):
             return self._of_state()
         if name in GROUPS:
             return self.over(self._several(name))

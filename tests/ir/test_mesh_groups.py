@@ -14,7 +14,7 @@ MESH = Mesh(dp_replicate=2, dp_shard=2, cp=2)
 
 
 def test_named_groups_have_the_ranks_of_their_axes() -> None:
-    assert [len(MESH.groups(name)[0]) for name in ("batch", "loss", "fsdp", "expert")] == [4, 8, 4, 1]
+    assert [len(MESH.groups(name)[0]) for name in ("batch", "loss", "fsdp", "efsdp", "expert")] == [4, 8, 4, 4, 1]
     assert MESH.groups("fsdp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert Mesh(pp=2, ep=2, dp_shard=2).groups("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -223,9 +223,10 @@ def _mark(graph: fx.Graph, point: Point, path: str) -> None:
 def _check_sequence(pins: ShardConstraints, point: Point, value: Tensor) -> None:
     """Check that an activation that the style ``sequence`` pins has a sequence: a dim between the examples and the features."""
     if "sequence" in pins.styles.get(point.path, ()) and value.ndim < 3:
+        sizes = ", ".join(str(size) if isinstance(size, int) else "batch" for size in value.shape)
         raise GraphparError(
             f"The shard plan's {' and '.join(map(repr, pins.origins[point.path]))} pins {spec_text(allowed_at(pins, point))} on the "
-            f"{point.kind} of {point.path!r}, whose {value.ndim} dims {[str(size) for size in value.shape]} have no sequence between "
+            f"{point.kind} of {point.path!r}, whose {value.ndim} dims ({sizes}) have no sequence between "
             "examples and features; pin the dim that is meant, as in {'inputs': ['S(0)@tp'], 'outputs': ['S(0)@tp']}."
         )
 

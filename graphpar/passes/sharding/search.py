@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import fx
+from torch import Tensor, fx
 
 from graphpar.annotations.values import Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
@@ -286,20 +286,22 @@ class _Search:
         )
 
     def _undivided(self, operator: Operator, pin: Spec) -> str:
-        """Return ``"32 is not divisible by 3; "`` for sizes of a parameter that a pin shards unevenly."""
-        shape, degrees = value_of(operator.node).shape, self.problem.degrees
+        """Return ``"32 is not divisible by 3; "`` for sizes that a pin shards unevenly."""
+        value, degrees = value_of(operator.node), self.problem.degrees
+        shape = value.shape if isinstance(value, Tensor) else ()
         shards = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
-        pairs = [(int(shape[dim]), degrees[axis]) for axis, dim in shards if axis in degrees and dim < len(shape)]
+        pairs = [(shape[dim], degrees[axis]) for axis, dim in shards if axis in degrees and dim < len(shape)]
         return "".join(
-            f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(pairs) if size % degree
+            f"{size} is not divisible by {degree}; "
+            for size, degree in dict.fromkeys(pair for pair in pairs if isinstance(pair[0], int))
+            if size % degree
         )
 
     def _impossible(self, operator: Operator) -> str:
         pin = self._pin(operator)
-        name, uneven = module_path(operator.node) or operator.node.name, ""
+        name, uneven = module_path(operator.node) or operator.node.name, self._undivided(operator, pin)
         if operator.kind == "parameter":
             name = f"{self._name(operator)} of shape {tuple(value_of(operator.node).shape)}"
-            uneven = self._undivided(operator, pin)
         axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
         offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
         return (

@@ -169,7 +169,10 @@ def test_experts_are_divided_over_the_ranks_of_several_axes() -> None:
         assert [text.count(f"{name}(") for name in ("exchange_of", "own_offsets", "send_rows", "return_rows")] == [
             1
         ] * 4
-        assert group_axes(plan)["expert"] == ("dp_expert", axis) and ranks_of(plan, "expert") == [[0, 1, 2, 3]]
+        assert group_axes(plan)["expert"] == ("dp_expert", axis) and "efsdp" not in group_axes(plan)
+        assert ranks_of(plan, "expert") == [[0, 1, 2, 3]]
+    plan = gp.plan(program, mesh={"dp_shard": 2, "dp_expert": 2})
+    assert ranks_of(plan, "efsdp") == ranks_of(plan, "fsdp") == [[0, 2], [1, 3]]
 
 
 OVERLAID: dict[str, tuple[dict[str, int], Any]] = {

@@ -324,7 +324,8 @@ def _rows(coupled: bool = False) -> gp.Program:
         ({"up": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is replicated on the 2 ranks of dp_shard"),
         ({"up.weight": "S(0)@dp_replicate"}, {"mesh": {"dp_replicate": 2}}, "the 2 ranks of dp_replicate compute with it"),
         ({"norm": {"inputs": ["S(1)@dp_shard"]}}, {"mesh": {"dp_shard": 2}}, "take different rows"),
-        ({"norm": "sequence"}, {"mesh": {"tp": 2}}, r"whose 2 dims .* have no sequence"),
+        ({"norm": "sequence"}, {"mesh": {"tp": 2}}, r"whose 2 dims \(batch, 32\) have no sequence"),
+        ({"norm": {"outputs": ["S(1)@tp"]}}, {"mesh": {"tp": 3}}, "norm can't .* tp=3: 32 is not divisible by 3; "),
         ({}, {"mesh": {"cp": 2}}, r"no matrix product of Rows has one; its inputs are x \[8, 16\]"),
     ],
 )  # fmt: skip
