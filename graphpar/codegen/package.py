@@ -130,6 +130,7 @@ def _package(
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
+        "torch": torch.__version__,
     }
     files["plan.json"] = json_text(packed_record(record)) + "\n"
     if optimizer is not None and program.mode == "train":

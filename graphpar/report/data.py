@@ -63,6 +63,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
             **({"idioms": dict(program.idioms)} if program.idioms else {}),
             **({"draws": list(program.draws)} if any(program.draws) else {}),
         },
+        "torch": torch.__version__,
         **decisions(plan),
         **_priced_cluster(plan, cluster),
         "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
@@ -216,21 +217,23 @@ def _trained(program: Program) -> dict[str, int]:
 
 
 def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
-    """Return for each class of blocks and each kind how many there are, and what one of them sends again for a microbatch."""
+    """Return for each class of blocks and each kind which they are, and what one of them sends again for a microbatch."""
     local, plan = compilation.sharded.local, compilation.plan
     works = Works(local, plan.mesh.degrees())
     rows = []
     for block in local.blocks.values():
-        found = [how for path in dict.fromkeys(block.instances) if (how := compilation.recomputed.get(path))]
-        for kind in dict.fromkeys(how.kind for how in found):
-            how = next(how for how in found if how.kind == kind)
+        found = {path: how for path in block.instances if (how := compilation.recomputed.get(path))}
+        for kind in dict.fromkeys(how.kind for how in found.values()):
+            paths = [path for path, how in found.items() if how.kind == kind]
+            how = found[paths[0]]
             again = repeated_in(works, block, how).rows.items()
             sent = [(row, times) for row, times in again if isinstance(row, Collective)]
             rows.append(
                 {
                     "block": block.name,
                     "kind": kind,
-                    "count": sum(how.kind == kind for how in found),
+                    "count": len(paths),
+                    "paths": paths,
                     "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
                     "collectives": sum(times for _, times in sent),
                     "bytes": int(sum(times * row.nbytes.at(plan.microbatch_size) for row, times in sent)),

@@ -10,14 +10,27 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from graphpar.runtime.option_kinds import GENERATE, STEPS
+from graphpar.runtime.plan_record import VERSION
 from graphpar.schedules.action_table import KINDS, LETTERS
 from graphpar.schedules.simulation import CLOSINGS, Timeline
-from graphpar.text import bytes_text, indices_text, kept, numbered_runs, plural, rate_text, seconds_text, share_text
+from graphpar.text import (
+    bytes_text,
+    indices_text,
+    kept,
+    listed,
+    numbered_runs,
+    plural,
+    rate_text,
+    seconds_text,
+    share_text,
+)
 
 _LEAST = 1e-3
 """Parts of a step below this share of it are not shown."""
 _SMALL_GAP = 5e-4
 """Smaller gaps are shown as none."""
+_PATHS = 8
+"""How many paths of recomputed blocks, or runs of them, a line lists."""
 _ENDS = ("gradients", "optimizer")
 """Parts of a step that end when the last rank is done with them."""
 PART_NAMES = {"host": "waits for the host", "pp": "transfers"}
@@ -178,10 +191,11 @@ def mesh_text(degrees: Mapping[str, int]) -> str:
 
 
 def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List the assumptions of the prediction."""
+    """List the assumptions of the prediction, and the versions that the plan depends on."""
     assumed = data.get("assumed")
+    versions = [("Versions", f"torch {data['torch']} · plan.json {VERSION}")] if "torch" in data else []
     if assumed is None:
-        return []
+        return versions
     run = [data["dtype"]]
     if data["param_dtype"] != data["dtype"]:
         run.append(f"parameters in {data['param_dtype']}")
@@ -193,7 +207,7 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if assumed.get("dropout") == "kernel":
         run.append("attention dropout drawn by kernels, with other masks than on one device")
     how = "; ".join([", ".join([*run, f"operators {assumed['operators']}"]), *assumed.get("collectives", ())])
-    return [("Assumed", f"{how}; device {device}")]
+    return [("Assumed", f"{how}; device {device}"), *versions]
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:
@@ -226,7 +240,7 @@ def kinds_text(recompute: str | Mapping[str, str]) -> str:
 def recomputation_text(rows: list[Mapping[str, Any]]) -> str:
     """Write which blocks are recomputed how, and what is sent again."""
     return " · ".join(
-        f"{row['count']} x {row['block']} {row['kind']}, "
+        f"{row['count']} x {row['block']} {row['kind']} ({listed(numbered_runs(row['paths']), _PATHS)}), "
         + (
             f"each of which sends {plural(row['collectives'], 'collective')} of {bytes_text(row['bytes'])} again for each microbatch"
             if row["collectives"]

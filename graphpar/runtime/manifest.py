@@ -269,6 +269,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise RuntimeProgramError(f"{folder} is not an emitted folder: it has no plan.json")
     plan = Record(read_object(path), str(path))
     record = PlanRecord.read(plan)
+    plan.optional("torch", str, None)  # for people alone
     interface = read(Interface, plan.record("interface"))
     sharding = plan.record("sharding") if plan.has("sharding") else Record({}, str(path))
     if len(record.stages) != len(interface.stages):

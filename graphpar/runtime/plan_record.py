@@ -31,7 +31,7 @@ _NEEDED = ("schedule", "global_batch", "microbatch_size")
 _ALWAYS = ("zero", "recompute", "dtype", "param_dtype")
 """The decisions that are written even where they are as usual, since scripts read them."""
 
-PROGRAM_FIELDS = ("interface", "model_file")
+PROGRAM_FIELDS = ("interface", "model_file", "torch")
 """The fields of ``plan.json`` that an emitted program has besides those of its plan."""
 
 REPORT = "report.json"
@@ -174,7 +174,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def decisions_of(record: Mapping[str, Any]) -> str:
-    """Return a hash of the decisions of a ``plan.json``: of all but the interface and the model file of its program."""
+    """Return a hash of the decisions of a ``plan.json``: of all but what an emitted program has besides those of its plan."""
     decisions = {name: value for name, value in record.items() if name not in PROGRAM_FIELDS}
     decisions = without_usual(decisions) | {"parameters": unpacked(record.get("parameters", {}))}
     return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()

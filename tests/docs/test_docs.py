@@ -5,7 +5,7 @@ A comment before a fenced block says how it is checked:
     <!-- run -->                                            run, together with the page's other such blocks
     <!-- excerpt: examples/gpt2.py -->                      stands in that file
     <!-- emitted: MODEL OPTIONS -> FILE: NAME, NAME -->     those classes and functions of an emitted file
-    <!-- printed: graphpar ... -->                          what the command prints, seconds aside
+    <!-- printed: graphpar ... -->                          what the command prints, seconds and torch's version aside
     <!-- part: graphpar ... -->                             stands in what the command prints
     <!-- table: NAME -->                                    a Markdown table made by a function here
     <!-- train -->                                          typed one after the other, ends with the losses that the page states
@@ -219,7 +219,7 @@ MAKERS: dict[str, Callable[[str], str]] = {"emitted": emitted, "printed": printe
 
 
 def _timeless(text: str) -> str:
-    return re.sub(r"\d+\.\d s\b", "… s", text)
+    return re.sub(r"torch \d\S+", "torch …", re.sub(r"\d+\.\d s\b", "… s", text))
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------

@@ -133,6 +133,17 @@ def test_recomputed_and_relayed_values_are_named() -> None:
     assert "0F0" in text  # several stages a rank: actions name theirs
 
 
+def test_recomputed_blocks_are_listed_by_path() -> None:
+    parts = made("gpt2_tiny", devices=2, recompute={"transformer.h.*": "full", "transformer.h.1": "none"})
+    text = " ".join(text_of(report_data(parts.compilation)).split())
+    assert " full (transformer.h.0, transformer.h.2-7), no collective is repeated" in text
+
+
+def test_versions_are_named_beside_the_plan(gpt: gp.Parts) -> None:
+    assert json.loads(gpt.files["plan.json"])["torch"] == report_data(gpt.compilation)["torch"] == torch.__version__
+    assert f"torch {torch.__version__} · plan.json 2" in text_of(report_data(gpt.compilation))
+
+
 def test_one_device_and_inference() -> None:
     alone = made("head_first", devices=1)
     text = text_of(report_data(alone.compilation))
