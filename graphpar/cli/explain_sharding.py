@@ -34,6 +34,7 @@ from graphpar.passes.sharding.pins import pin_nodes
 from graphpar.passes.sharding.problem import Operator, Value
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.solution import Solution, sharding_of
+from graphpar.passes.sharding.tp_switches import with_switches
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import is_at_or_below, seconds_text
 
@@ -57,7 +58,8 @@ class ShardingExplainer:
             resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardConstraints()
         )
         points = plan.sharding.points if shard_plan else ()
-        self.given = SearchConstraints(self.pins.parameters, pin_nodes(self.program, self.pins, points))
+        given = SearchConstraints(self.pins.parameters, pin_nodes(self.program, self.pins, points))
+        self.given = with_switches(given, problem, plan.sp, plan.loss_parallel)
         self.workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
         self.costs = costs_for(program, plan.mesh, plan.cluster)
         self.prices = Prices(self.problem, self.workload, self.costs)

@@ -132,7 +132,7 @@ def _finite(data: Any) -> Any:
 def _failed(error: Exception) -> int:
     """Print an error: a message if the user can act on it, else a traceback. Returns the exit code."""
     if isinstance(error, _FOR_USERS) or (isinstance(error, LaunchError) and error.user):
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return USER_ERROR
     if isinstance(error, LaunchError):
         print(f"{error.details}\nerror: {error}".lstrip(), file=sys.stderr)

@@ -411,9 +411,10 @@ def module_path(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-    """Write `` (file:line)`` of the user's code, for messages; empty where it isn't known."""
+    """Write `` (module, file:line)`` of the user's code, for messages; without what isn't known."""
     source = node.meta.get("source")
-    return f" ({source.file}:{source.line})" if source else ""
+    known = [part for part in (module_path(node), source and f"{source.file}:{source.line}") if part]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def value_of(node: fx.Node) -> Any:

@@ -82,7 +82,8 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     _show(seen, SPLIT, local, stages)
     for step in STAGE_PASSES:
         apart, started = (local, stages), perf_counter()
-        local, stages = step.run(local, stages, plan, kinds)
+        with step.named():
+            local, stages = step.run(local, stages, plan, kinds)
         seconds[step.name] = perf_counter() - started
         _show(seen, step, local, stages)
     emitted, (local, stages) = (local, stages), apart

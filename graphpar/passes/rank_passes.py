@@ -114,7 +114,8 @@ FINISHING = (
 def prepared(program: Program, sharding: Sharding, rows: int, seen: Seen | None = None) -> Program:
     """Return the program whose placements are searched, and which is lowered, for microbatches of ``rows``."""
     for step in PREPARING:
-        program = step.run(program, sharding, rows)
+        with step.named():
+            program = step.run(program, sharding, rows)
         if seen is not None:
             seen(step, program)
     return program

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -22,3 +24,12 @@ class Step:
     checked_by: str
     conflicts: tuple[str, ...] = ()
     optional: bool = False
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Add a note to an error of the step, which says its name."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"In the step {self.name}.")
+            raise

@@ -348,8 +348,9 @@ def run_passes(
             continue
         started = time.perf_counter()
         if row in PASSES:
-            program = row.run(program)
-            program.graph.lint()
+            with row.named():
+                program = row.run(program)
+                program.graph.lint()
             assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
         else:
             program = _run_own(row, program, done)

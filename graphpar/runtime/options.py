@@ -205,6 +205,14 @@ def _legal_overlap_tp(overlap: bool, given: Decisions, mesh: Mesh, mode: str) ->
         raise GraphparError("overlap_tp requires tensor parallelism; give mesh tp=2 or more, or leave it out.")
 
 
+def _legal_on_tp(name: str) -> Callable[[bool, Decisions, Mesh, str], None]:
+    def legal(value: bool, given: Decisions, mesh: Mesh, mode: str) -> None:
+        if value and mesh.tp == 1:
+            raise GraphparError(f"{name} says how tp shards; give mesh tp=2 or more, or leave it out.")
+
+    return legal
+
+
 def _legal_offload(offload: tuple[str, ...], given: Decisions, mesh: Mesh, mode: str) -> None:
     if not offload:
         return
@@ -335,6 +343,16 @@ class Decisions:
         "it is predicted to be faster on a cluster)", group="pins", usual=False, about="gathers before products and "
         "reduce-scatters after them, if tp shards the sequence between them, are done in pieces: one is multiplied while the next is sent. "
         "By default if it is predicted to be faster on a cluster; a CPU hides nothing.", legal=_legal_overlap_tp, over=("tp",),
+    )
+    sp: bool | None = option(
+        EITHER, "tp shards norms and residuals over the sequence, or not (default: searched)", group="pins",
+        about="with tp, whether norms and residuals between column- and row-parallel products are sharded over the sequence (sequence "
+        "parallelism), or replicated. By default the cheaper of both, by the search.", legal=_legal_on_tp("sp"), over=("tp",),
+    )
+    loss_parallel: bool | None = option(
+        EITHER, "tp shards the cross entropy over the vocabulary, or gathers the logits (default: searched)", group="pins",
+        about="with tp, whether cross entropies take logits that are sharded over the vocabulary, or never do. By default the cheaper of "
+        "both, by the search.", legal=_legal_on_tp("loss_parallel"), over=("tp",),
     )
     offload: tuple[str, ...] | Any = option(
         OFFLOADED, "what is stored in host memory: optimizer (its state), activations (of blocks), or optimizer,activations",

@@ -178,9 +178,12 @@ class Substituted(TorchFunctionMode):
         keys, dim, _ = self.stream()  # counted in any case: each operator has its number
         if not self.attention_drops:
             return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return random_streams.dropout_attention(
-            query, key, value, keys, attn_mask, dropout_p, is_causal, scale, enable_gqa, batch_dim=dim
+        if dim < 0:  # one key for all
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        result = random_streams.dropout_attention(
+            query, key, value, keys, attn_mask, dropout_p, is_causal, scale, enable_gqa, batch_dim=max(dim, 0)
         )
+        return result.squeeze(0) if dim < 0 else result
 
     def _batch_norm(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         training = kwargs.get("training", args[4] if len(args) > 4 else False)

@@ -190,6 +190,20 @@ def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- compile ---------------------------------------------------------------------------------------------------
 
 
+def test_an_error_of_a_step_names_module_line_and_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "noise.py").write_text(
+        "import torch\n"
+        "class Noise(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x + torch.randn(2, dtype=torch.complex64).abs()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), Noise())\n"
+        "example_inputs = (torch.ones(4, 2),)\n"
+        "loss_fn = torch.sum\n"
+    )
+    said = message(capsys, "compile", "noise.py", "--no-emit")
+    assert "(1, noise.py:4)" in said and said.splitlines()[-1] == "In the step assign_streams."
+
+
 @pytest.mark.costly
 def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
     (folder / "noisy.py").write_text(LINEAR)

@@ -16,7 +16,7 @@ from tests.ranks import fsdp_script
 from tests.tools.rank_pool import RankPool
 from tests.tools.samples import sample
 
-BY_HAND = [name for name in MODELS if name not in ("dropout", "norm over examples")]
+BY_HAND = [name for name in MODELS if name not in ("dropout", "norm over examples", "shared parameters")]
 """Each of the others needs what a rank does not know by itself: the masks of all examples, the scales of its own."""
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -78,6 +78,7 @@ def _exact(cases: list[tuple[str, str]]) -> None:
 @pytest.mark.costly
 def test_what_ranks_do_not_know_is_exact() -> None:
     _exact([("dropout", "zero 2"), ("norm over examples", "zero 3"), ("norm over examples", "replicas")])
+    _exact([("shared parameters", mesh) for mesh in ("tp", "pp", "zero 3", "replicas")])
 
 
 @pytest.mark.slow

@@ -21,11 +21,13 @@ class SharedTransformer(nn.Module):
     """``nn.Transformer`` between an embedding and a projection with the same weight; batches are on dim 1.
 
     Args:
-        norm: BatchNorm in eval mode, whose channels are the examples, so that each example has a scale of its own.
+        norm: a BatchNorm whose channels are the examples, so that each example has a scale of its own, and statistics of its own.
+        trained: it is in the mode of the model; else in eval mode.
     """
 
-    def __init__(self, dropout: float = 0.1, norm: bool = False) -> None:
+    def __init__(self, dropout: float = 0.1, norm: bool = False, trained: bool = False) -> None:
         super().__init__()
+        self.trained = trained
         vocabulary, width = 23, 16
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.transformer = nn.Transformer(width, 8, 2, 2, 8, dropout)
@@ -37,7 +39,7 @@ class SharedTransformer(nn.Module):
 
     def train(self, mode: bool = True) -> SharedTransformer:
         super().train(mode)
-        self.bn.eval()
+        self.bn.train(mode and self.trained)
         return self
 
     def forward(self, src_ids: Tensor, tgt_ids: Tensor) -> Tensor:
@@ -223,6 +225,7 @@ MODELS = {
     "shared transformer": Entry(lambda: SharedTransformer(0.0), **_TOKENS),
     "dropout": Entry(SharedTransformer, **_TOKENS),
     "norm over examples": Entry(lambda: SharedTransformer(0.0, norm=True), **_TOKENS),
+    "shared parameters": Entry(lambda: SharedTransformer(norm=True, trained=True), **_TOKENS),
     "nested": Entry(Nested),
     "mixture": Entry(Mixture, squared, mean=True),
     "branches": Entry(Branches, squared, mean=True, shapes={"x": (ROWS, 7)}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pydoc
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import graphpar as gp
+from graphpar.cli.parser import build_parser, given_options
 from graphpar.passes.planning.plan_request import plan_request
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, Request, check_decisions, options_of
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +133,16 @@ def test_plans_that_said_how_they_would_divide_state_are_read() -> None:
 def test_few_options_are_given_beside_a_plan() -> None:
     beside = {name for name, known in options_of(Request).items() if known.beside_plan}
     assert beside == {"allow_batch_coupling", "compile", "top"}
+
+
+def test_combinations_that_the_documentation_lists_are_refused() -> None:
+    page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
+    rows = page.partition("| combination | why |")[2].partition("\n\n")[0]
+    listed = [row.split("`")[1] for row in rows.splitlines() if row.startswith("| `")]
+    assert len(listed) > 5
+    for line in listed:
+        options = build_parser().parse_args(["compile", "model.py", *shlex.split(line)])
+        with pytest.raises(gp.GraphparError):
+            asked = plan_request(**given_options(options))
+            check_decisions(asked, Mesh(**asked.mesh), options.mode or "train")
+            pytest.fail(f"{line} is taken")

@@ -184,16 +184,16 @@ class _Streams:
             return self._dropped_once(node)
         if name == "feature_dropout" and state.dim > 1:
             raise GraphparError(
-                f"Channel dropout ({node.name}) has the batch on dim {state.dim} of its operand, so it drops channels of all examples at "
-                "once; its first dim must be the batch."
+                f"Channel dropout ({node.name}{where(node)}) has the batch on dim {state.dim} of its operand, so it drops channels of all "
+                "examples at once; its first dim must be the batch."
             )
         own = self._stream(node, state)
         if name == "scaled_dot_product_attention":
             arguments, options = _attention_arguments(node, own)
             if state.dim > value_of(source).ndim - 3:
                 raise GraphparError(
-                    f"Attention with dropout ({node.name}) has the batch on dim {state.dim} of its query, which are the positions. If "
-                    "another dim of the inputs is the batch, give batch_dims."
+                    f"Attention with dropout ({node.name}{where(node)}) has the batch on dim {state.dim} of its query, which are the "
+                    "positions. If another dim of the inputs is the batch, give batch_dims."
                 )
             place = {"batch_dim": state.dim} if state.dim else {}
             new = self.graph.call_function(random_streams.dropout_attention, arguments, {**options, **place})
@@ -205,15 +205,21 @@ class _Streams:
         return new
 
     def _dropped_once(self, node: fx.Node) -> fx.Node:
-        """Drop elements of what no dim of follows the batch, the same for all examples of a step."""
+        """Drop elements of what no dim of follows the batch: the same for all microbatches of a step."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if operator_name(node) != "dropout" or batch_dims_of(source):
+        name, key = operator_name(node), self._stream(node, None)
+        if name == "feature_dropout" or batch_dims_of(source):
             raise GraphparError(
                 f"Dropout on a tensor without a batch dim ({node.name}{where(node)}); its masks could not follow the examples."
             )
-        one = self._made(node, _aten.unsqueeze.default, source, 0)
-        one = self._made(node, random_streams.dropout, one, node.args[1], self._stream(node, None), 0, True)
+        if name == "dropout":
+            one = self._made(node, _aten.unsqueeze.default, source, 0)
+            one = self._made(node, random_streams.dropout, one, node.args[1], key, 0, True)
+        else:
+            (*operands, _), options = _attention_arguments(node, key)
+            whole = [self._made(node, _aten.unsqueeze.default, operand, 0) for operand in operands]
+            one = self._made(node, random_streams.dropout_attention, *whole, key, **options)
         return self._made(node, _aten.squeeze.dims, one, [0])
 
     # ---- other random operators ----
@@ -385,7 +391,8 @@ def _attention_arguments(node: fx.Node, keys: fx.Node) -> tuple[tuple[Any, ...],
     ranks = {value_of(operand).ndim for operand in (query, key, value)}
     if len(ranks) > 1 or min(ranks) < 3:
         raise GraphparError(
-            f"Attention with dropout ({node.name}) needs query, key and value of as many dims, [..., heads, sequence, features]."
+            f"Attention with dropout ({node.name}{where(node)}) needs query, key and value of as many dims, [..., heads, sequence, "
+            "features]."
         )
     options = {name: item for name, item in given.items() if item is not None and item is not False}
     return (query, key, value, keys), {**options, "training": True}

@@ -46,6 +46,7 @@ from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.sequences import check_sequences
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
+from graphpar.passes.sharding.tp_switches import with_switches
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import AXIS
@@ -172,7 +173,9 @@ def _plan(
     coupled = batch_warning(program, mesh, microbatches, bool(pins.allow_batch_coupling))
     zero = level_of(mesh, pins.zero)
     check_decisions(replace(pins, zero=zero), mesh, program.mode)
-    found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    found = pins.sharded or solve(
+        program, mesh, size, microbatches, pins.shard_plan, pins.cluster, pins.sp, pins.loss_parallel
+    )
     check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(pins, program)
     check_offload(pins, program)
@@ -245,6 +248,8 @@ def solve(
     microbatches: int,
     shard_plan: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
+    sp: bool | None = None,
+    loss_parallel: bool | None = None,
 ) -> Sharded:
     """Search a placement of every tensor over ``mesh``, at the prices of ``cluster``, and derive the program that a rank runs.
 
@@ -270,6 +275,7 @@ def solve(
         for name, spec in pins.parameters.items()
     }
     given = SearchConstraints(types, pin_nodes(problem.program, pins, points))
+    given = with_switches(given, problem, sp, loss_parallel)
     solution = search(problem, workload, costs, given)
     check_sequences(solution, given)
     unknown = [

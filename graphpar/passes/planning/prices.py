@@ -109,7 +109,10 @@ class CandidatePrices:
             self.show(f"planning: sharding over {compute}" if compute.size > 1 else "planning: one device")
             try:
                 size = self.space.middle_size(compute) if self.program.symbolic else rows
-                self._sharded[key] = solve(self.program, compute, size, 1, self.space.pins.shard_plan, self.cluster)
+                pins = self.space.pins
+                self._sharded[key] = solve(
+                    self.program, compute, size, 1, pins.shard_plan, self.cluster, pins.sp, pins.loss_parallel
+                )
             except GraphparError as error:
                 self._sharded[key] = None
                 self.space.refused[str(error)] = None

@@ -49,10 +49,11 @@ _TIE_BREAK = 1e-12  # seconds: less than the difference between any two prices
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """The user's decisions: allowed types by axis, of parameters by name, and of the results of operators."""
+    """The user's decisions: allowed types by axis, of parameters by name, of the results of operators, and of their first operands."""
 
     parameters: Mapping[str, Spec] = field(default_factory=dict)
     values: Mapping[fx.Node, Spec] = field(default_factory=dict)
+    operands: Mapping[fx.Node, Spec] = field(default_factory=dict)
 
 
 def search(
@@ -233,8 +234,11 @@ class _Search:
         """Return whether a choice fulfils the pins, and without a pin the meaning of each axis."""
         pin = self._pin(operator)
         ranks = [tensor.ndim for tensor in results_of(operator.node)] if pin else []
+        taken = self.pins.operands.get(operator.node, {})
         for place, axis in enumerate(self.problem.axes):
             divides = AXIS[axis].divides
+            if axis in taken and choice.operands[0][place] not in taken[axis]:
+                return False
             if axis in pin:
                 if not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
                     return False

@@ -62,7 +62,8 @@ def sharded(
 
     def run(step: RankPass, program: Program) -> Program:
         started = time.perf_counter()
-        made = step.run(program, sharding, rows)
+        with step.named():
+            made = step.run(program, sharding, rows)
         seconds[step.name] = time.perf_counter() - started
         if seen is not None:
             seen(step, made)
