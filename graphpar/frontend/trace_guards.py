@@ -114,6 +114,8 @@ class OffMeta(FunctionMode):
 def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy a model that is partly on the device ``meta``, with these parts as fake tensors on the CPU. The rest is shared.
 
+    Buffers that no weights file holds get the values that the model's own code gives them.
+
     Raises:
         GraphparError: the values of a tensor belong to the program, but it has none.
     """
@@ -126,10 +128,33 @@ def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 if isinstance(leaf, Tensor) and id(leaf) not in memo:
                     persistent = kind is module._buffers and key not in module._non_persistent_buffers_set
                     loaded = kind is module._parameters or persistent
-                    if leaf.is_meta and not loaded:
+                    if leaf.is_meta and not loaded and kind is module._buffers:
+                        memo |= _initialised(model, name)
+                    if leaf.is_meta and not loaded and id(leaf) not in memo:
                         raise _without_values(f"{name}.{key}" if name else key, module, kind is module._buffers)
-                    memo[id(leaf)] = _on_cpu(leaf, mode) if leaf.is_meta else leaf
+                    memo.setdefault(id(leaf), _on_cpu(leaf, mode) if leaf.is_meta else leaf)
     return copy.deepcopy(model, memo)
+
+
+def _initialised(model: nn.Module, path: str) -> dict[int, Tensor]:
+    """Return values of the buffers of a module on ``meta``, by the buffers' ids: those that it, or transformers' ``_init_weights`` of a
+    module around it, writes whatever was there before; none where they do not."""
+    around = [path[:end] for end in range(len(path), -1, -1) if end in (0, len(path)) or path[end] == "."]
+    module, makers = model.get_submodule(path), [model.get_submodule(each) for each in around]
+    fill = next((own for each in makers if callable(own := getattr(each, "_init_weights", None))), None)
+    if fill is None and not callable(getattr(module, "reset_parameters", None)):
+        return {}
+    made: list[dict[str, Tensor]] = []
+    for before in (0, 1):
+        blank = copy.deepcopy(module)
+        empty = {name: each for name, each in blank._buffers.items() if each is not None and each.is_meta}
+        blank._buffers |= {name: torch.full_like(each, before, device="cpu") for name, each in empty.items()}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(before)  # random values are no values of the model's
+            fill(blank) if fill is not None else blank.reset_parameters()  # type: ignore[operator]
+        made.append({name: value for name in empty if isinstance(value := blank._buffers[name], Tensor)})
+    names = [name for name, value in made[0].items() if torch.equal(value, made[1][name])]
+    return {id(module._buffers[name]): made[0][name] for name in names if name in module._non_persistent_buffers_set}
 
 
 def _without_values(name: str, module: nn.Module, buffer: bool) -> GraphparError:

@@ -715,6 +715,27 @@ def test_a_factory_that_converts_its_model_takes_no_memory(convert: Callable[[nn
     assert {parameter.dtype for parameter in module.parameters()} <= {torch.bfloat16, torch.float16}
 
 
+class Masked(Positions):
+    """A model whose own code fills its mask, as transformers' ``_init_weights`` does; ``drawn``: with random values."""
+
+    def __init__(self, drawn: bool = False) -> None:
+        super().__init__("meta", masked=True)
+        self.drawn = drawn
+
+    def reset_parameters(self) -> None:
+        self.mask.copy_(torch.rand(3, 3) if self.drawn else torch.ones(3, 3).tril())
+
+
+def test_a_table_on_the_device_meta_has_the_values_that_the_models_code_gives_it() -> None:
+    model, seed = Masked(), torch.get_rng_state()
+    program = gp.export(model, (X,), loss_fn=square)
+
+    assert torch.equal(program.constants["mask"], torch.ones(3, 3).tril()) and "meta" not in str(program.graph)
+    assert model.mask.is_meta and torch.equal(torch.get_rng_state(), seed)
+    with pytest.raises(gp.GraphparError, match="'mask' of Masked has no values"):
+        gp.export(Masked(drawn=True), (X,), loss_fn=square)
+
+
 def test_a_table_on_the_device_meta_without_values_is_refused() -> None:
     with pytest.raises(
         gp.GraphparError, match=r"non-persistent buffer 'mask' of Positions has no values.*Give a function"
