@@ -9,7 +9,7 @@ Blocks without a backward, those of a network that is frozen as a whole, keep no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from graphpar.annotations.patterns import matching
@@ -21,7 +21,7 @@ from graphpar.passes.normalize.functional import written_buffers
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.runtime.option_kinds import AUTO, BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
 from graphpar.runtime.stages.compiled import WHOLE
-from graphpar.text import is_at_or_below, listed
+from graphpar.text import is_at_or_below, is_below, listed
 
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
@@ -105,7 +105,7 @@ def recomputed_blocks(program: Program, recompute: Recompute) -> dict[str, str]:
     for pattern, kind in recompute.items() if not isinstance(recompute, str) else ():
         matched = matching(pattern, paths)
         if not matched:
-            raise GraphparError(_matches_nothing(pattern, paths))
+            raise GraphparError(_matches_nothing(pattern, paths, program.module_classes))
         found |= dict.fromkeys(matched, same_as(kind))
         if same_as(kind) != "none" and once.issuperset(matched):
             raise GraphparError(
@@ -151,7 +151,14 @@ def same_as(kind: str) -> str:
     return kind if share not in (0.0, 1.0) else "none" if share else "full"
 
 
-def _matches_nothing(pattern: str, paths: list[str]) -> str:
+def _matches_nothing(pattern: str, paths: list[str], modules: Iterable[str]) -> str:
+    inside = next((path for path in matching(pattern, modules) if any(is_below(path, block) for block in paths)), None)
+    if inside is not None:
+        block = next(path for path in paths if is_below(inside, path))
+        return (
+            f"recompute's pattern {pattern!r} matches {inside}, which is inside of the block {block}: a block is recomputed as one. To save a "
+            f"part of it, give {block} selective or a budget (budget:0.6), which choose by operator."
+        )
     deeper = matching(f"**.{pattern}", paths)
     levels = pattern.count(".") + 1
     prefixes = list(dict.fromkeys(".".join(path.split(".")[:-levels]) for path in deeper))

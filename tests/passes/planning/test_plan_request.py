@@ -249,6 +249,21 @@ def test_a_whole_mesh_that_does_not_fit_is_taken_all_the_same() -> None:
     assert nearest is not None and plan.predicted == nearest.estimate
 
 
+def test_stages_are_the_same_under_another_schedule() -> None:
+    program = example("head_first")
+    plan = gp.plan(program, mesh={"pp": 2}, schedule="1F1B", microbatch_size=2)
+    before, after = (gp.partition(program, each).files for each in (plan, replace(plan, schedule="GPipe")))
+
+    files = ["blocks.py", "stage_0.py", "stage_1.py"]
+    assert [before[name] for name in files] == [after[name] for name in files]
+
+
+def test_recomputation_of_a_part_of_a_block_is_refused_with_what_there_is() -> None:
+    said = r"matches body.0.up, which is inside of the block body.0: .* give body.0 selective or a budget"
+    with pytest.raises(gp.GraphparError, match=said):
+        gp.plan(example("head_first"), mesh={"pp": 2}, recompute={"body.*.up": "full"})
+
+
 @pytest.mark.parametrize(("edit", "expected"), EDITS, ids=[expected for _, expected in EDITS])
 def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expected: str) -> None:
     program = example("head_first")
