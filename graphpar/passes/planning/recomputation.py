@@ -156,8 +156,8 @@ def _matches_nothing(pattern: str, paths: list[str], modules: Iterable[str]) -> 
     if inside is not None:
         block = next(path for path in paths if is_below(inside, path))
         return (
-            f"recompute's pattern {pattern!r} matches {inside}, which is inside of the block {block}: a block is recomputed as one. To save a "
-            f"part of it, give {block} selective or a budget (budget:0.6), which choose by operator."
+            f"recompute's pattern {pattern!r} matches {inside}, which is inside the block {block}: a block is recomputed as one. To "
+            f"save a part of it, give {block} selective or a budget (budget:0.6), which choose by operator."
         )
     deeper = matching(f"**.{pattern}", paths)
     levels = pattern.count(".") + 1

@@ -228,6 +228,7 @@ def test_a_file_leaves_out_what_is_as_usual() -> None:
 
     assert set(plan.to_json()) - set(record) == {
         *("allow_batch_coupling", "dp_mean", "dropout", "zero1_by", "reshard", "prefetch", "prefetch_distance"),
+        *("sp", "loss_parallel"),
         *("overlap_tp", "offload", "compile", "reduce_dtype", "actions", "cluster"),
     }
     assert (record["zero"], record["recompute"], record["sharding"]) == (0, "full", {})
@@ -259,7 +260,7 @@ def test_stages_are_the_same_under_another_schedule() -> None:
 
 
 def test_recomputation_of_a_part_of_a_block_is_refused_with_what_there_is() -> None:
-    said = r"matches body.0.up, which is inside of the block body.0: .* give body.0 selective or a budget"
+    said = r"matches body.0.up, which is inside the block body.0: .* give body.0 selective or a budget"
     with pytest.raises(gp.GraphparError, match=said):
         gp.plan(example("head_first"), mesh={"pp": 2}, recompute={"body.*.up": "full"})
 
