@@ -81,6 +81,10 @@ def test_an_update_is_skipped_on_all_ranks(name: str, folder: Path, pool: RankPo
 
     with pytest.raises(LaunchError, match=r"of 2 steps in a row .*\(step 2: the loss is nan\), and --max-skips is 1"):
         run(pool, script, *options, "--max-skips", 1)
+    if name == "tp":
+        script.write_text(script.read_text().replace("training.accepts(loss, norm)", "True"))
+        with pytest.raises(LaunchError, match=r"--skip-spikes has no effect in this loop: write `if training.accepts"):
+            run(pool, script, *options)
 
 
 @pytest.mark.costly

@@ -81,7 +81,7 @@ def test_batches_that_do_not_fit_are_named(loss_fn: Any, tmp_path: Path) -> None
             with pytest.raises(RuntimeProgramError, match=said):
                 pipeline.step({"ids": ids, "labels": labels.index_fill(1, torch.tensor(3), wrong)})
         for given in (ids, "ids", [ids.tolist()] * 2):
-            with pytest.raises(RuntimeProgramError, match=r'by name, \{"ids": ..., "labels": ...\}|has 24 values'):
+            with pytest.raises(RuntimeProgramError, match=r'by name, \{"ids": ..., "labels": ...\}|has 4 values'):
                 pipeline.step(given)
         with pytest.raises(
             RuntimeProgramError, match="has 3 values, but the program has 2 inputs, in this order: ids, labels"
@@ -146,6 +146,11 @@ def test_arguments_are_given_as_the_model_takes_them(tmp_path: Path) -> None:
         ]  # fmt: skip
         (loaded,) = load(pipeline, lambda: rows, once=True)  # type: ignore[arg-type,return-value]
         torch.testing.assert_close(pipeline.step(loaded), true)
+        lists = [{**row, "x": row["x"].tolist(), "text": "of a dataset"} for row in rows]
+        pairs = [tuple(flat[name][row].tolist() for name in flat) for row in range(8)]
+        for given in (lists, pairs):
+            (loaded,) = load(pipeline, lambda given=given: given, once=True)  # type: ignore[misc]
+            torch.testing.assert_close(pipeline.step(loaded), true)
         for other in ({"steps": 3}, {"gate": 1.0}, {"gate": torch.ones(8, 4)}):
             ((name, _),) = other.items()
             with pytest.raises(

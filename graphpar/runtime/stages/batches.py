@@ -63,6 +63,14 @@ def leaf_paths(name: str, value: Any) -> list[str]:
     return result
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether a value is a list of numbers, or a list of such, as datasets have tensors before they are any."""
+    inside = value
+    while isinstance(inside, list) and inside:
+        inside = inside[0]
+    return inside is not value and isinstance(inside, bool | int | float)
+
+
 def by_name(program: Manifest, batch: Any) -> Mapping[str, Any] | None:
     """Return a batch or an example by names: of a mapping, a dataclass or a named tuple its own, of a sequence those of the inputs in
     order, targets last. None where it is something else.
@@ -79,7 +87,8 @@ def by_name(program: Manifest, batch: Any) -> Mapping[str, Any] | None:
         return named
     if not isinstance(batch, list | tuple):
         return None
-    names, values = [spec.name for spec in program.inputs if spec.role != "sample_keys"], tree_leaves(batch)
+    names = [spec.name for spec in program.inputs if spec.role != "sample_keys"]
+    values = [leaf for each in batch for leaf in tree_leaves(each, is_leaf=is_numbers)]
     if len(values) != len(names):
         raise RuntimeProgramError(
             f"a batch without names has {len(values)} values, but the program has {len(names)} inputs, in this order: {', '.join(names)}"

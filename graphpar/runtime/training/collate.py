@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.stages.batches import by_name, flattened
+from graphpar.runtime.stages.batches import by_name, flattened, is_numbers
 from graphpar.runtime.stages.initialise import other_generators
 
 Collate = Callable[[list[Any]], Any]
@@ -74,7 +74,8 @@ class Collator:
             raise RuntimeProgramError(
                 f"the dataset has a {type(given).__name__}; examples and batches are dicts, dataclasses or tuples"
             )
-        return flattened(self._program, named)
+        tensors = {name: torch.as_tensor(value) if is_numbers(value) else value for name, value in named.items()}
+        return flattened(self._program, tensors)
 
     def _joined(self, given: Sequence[Any]) -> dict[str, Tensor]:
         joined, examples = {}, [self._flattened(example) for example in given]

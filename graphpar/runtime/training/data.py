@@ -110,6 +110,10 @@ def load(
                     "--workers loads examples by their index, which an iterable dataset has not: leave it out, or return a DataLoader "
                     "of global batches that has workers of its own"
                 )
+            if collate_fn is not None and isinstance(examples, DataLoader):
+                raise RuntimeProgramError(
+                    "a DataLoader that dataset() returns joins its examples itself: give it the collate_fn"
+                )
             return Stream(examples, collate, program.global_batch, part.rows, first, once)
         if len(examples) < program.global_batch:
             source = f" of {', '.join(map(str, examples.files))}" if isinstance(examples, TokenDataset) else ""

@@ -153,7 +153,7 @@ class Training:
         )  # fmt: skip
         self._step, self._waited = self._first, 0.0
         self._skipped: str | None = None
-        self._ends = self._stopped = self._finished = False
+        self._ends = self._stopped = self._finished = self._asked = False
 
     def _monitors(self) -> dict[str, SpikeGuard | BestLoss]:
         """Those whose state checkpoints keep."""
@@ -187,7 +187,7 @@ class Training:
             self._instruments.begin(step)
             self._step, began = step, time.perf_counter()
             given = [next(self._data) for _ in range(args.accumulate)]
-            self._waited, self._skipped = time.perf_counter() - began, None
+            self._waited, self._skipped, self._asked = time.perf_counter() - began, None, False
             yield step, given
             self._instruments.end(step)
             done, stopped = step + 1, self._stop is not None and self._stop.received()
@@ -234,6 +234,7 @@ class Training:
         Raises:
             AgreedError: more than ``--max-skips`` steps in a row are spikes.
         """
+        self._asked = True
         if self._guard is not None:
             self._skipped = self._guard.refuses(self._step, *shared(self._pipeline, loss, norm))
         return self._skipped is None
@@ -245,7 +246,15 @@ class Training:
         self._ends |= bool(asked)
 
     def log(self, loss: Tensor | None, norm: Tensor) -> None:
-        """Log the step that was made; every ``--log-every`` steps their losses are read."""
+        """Log the step that was made; every ``--log-every`` steps their losses are read.
+
+        Raises:
+            RuntimeProgramError: ``--skip-spikes`` is given, but the loop does not ask :meth:`accepts`.
+        """
+        if self._guard is not None and not self._asked:
+            raise RuntimeProgramError(
+                "--skip-spikes has no effect in this loop: write `if training.accepts(loss, norm):` before optimizer.step()"
+            )
         self._log.step(self._step, loss, norm, self._optimizer, data_seconds=self._waited, skipped=self._skipped)
 
 

@@ -64,7 +64,8 @@ class SpikeGuard:
         if reason is None:
             self._in_a_row = 0
             for name, value in values.items():
-                self._recent[name].append(value)
+                if norm:  # 0 is no norm of an update: in fp16 it overflowed
+                    self._recent[name].append(value)
             return None
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
         if self._in_a_row > self._most:
