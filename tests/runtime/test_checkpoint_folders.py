@@ -131,6 +131,24 @@ def test_models_that_share_a_folder(saved: Path) -> None:
     assert find(folder, lambda each: read_record(each)["model"] == read_record(wide)["model"]) == wide
 
 
+def test_the_best_stays_and_can_be_named(saved: Path) -> None:
+    folder, record = saved.parent, read_record(saved)
+    for step, best in ((2, False), (3, True), (4, False), (5, False)):
+        again(saved, str(step)).finish({**record, "time": float(step) * 2e9}, None, 1, best)
+        saved = folder / str(step)
+    assert sorted(each.name for each in folder.iterdir()) == ["3", "5", "best", "latest"]
+    assert (find(folder).name, find(folder / "best").name, find(folder / "latest").name) == ("5", "3", "5")
+    assert [each["best"] for each in conversion.inspected(folder)] == [True, False]
+    again(saved, "6").finish({**record, "time": 2e10}, None, 1, True)
+    assert sorted(each.name for each in folder.iterdir()) == ["6", "best", "latest"]
+    (folder / "best").write_text("../outside")
+    with pytest.raises(RuntimeProgramError, match="best must name a folder next to it"):
+        find(folder / "best")
+    (folder / "best").write_text("9")
+    with pytest.raises(RuntimeProgramError, match=r"best names 9, which is not there; there are 6"):
+        find(folder / "best")
+
+
 # ---- what somebody has changed ---------------------------------------------------------------------------------------
 
 
