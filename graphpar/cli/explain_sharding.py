@@ -204,7 +204,8 @@ class ShardingExplainer:
                 best = solution
         if best is None:
             if pinned:
-                return f"pinned by the shard plan: {', '.join(map(repr, self._origins(operator)))}"
+                origins = ", ".join(map(repr, self._origins(operator)))
+                return f"pinned by the shard plan: {origins}" if origins else f"pinned by sp={self.plan.sp}"
             return (
                 "no other spec is possible with the rest of the program" if possible else "no rule allows another spec"
             )
@@ -220,7 +221,8 @@ class ShardingExplainer:
 
     def _origins(self, operator: Operator) -> tuple[str, ...]:
         name = self._first_name(operator) if operator.kind == "parameter" else module_path(operator.node)
-        return self.pins.origins.get(name, ("a module's input or output",))
+        usual = () if self.plan.sp is not None else ("a module's input or output",)
+        return self.pins.origins.get(name, usual)
 
     def _first_name(self, operator: Operator) -> str:
         return f"{self.program.prefixes(operator.scope)[0]}{operator.node.target}"

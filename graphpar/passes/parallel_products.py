@@ -84,8 +84,8 @@ def overlapped_in(program: Program, stages: Sequence[Stage]) -> Overlapped:
                 others[value_name(node.all_input_nodes[0])] += 1
     if not found:
         raise GraphparError(
-            f"overlap_tp: {program.name} has no all-gather before a product and no reduce-scatter after one; leave it out, or give tp=2 or "
-            "more and a shard plan that shards the sequence at the norms, such as {'**.input_layernorm': 'sequence'}."
+            f"overlap_tp: {program.name} has no all-gather before a product and no reduce-scatter after one; leave it out, or shard the "
+            "sequence between them: sp (--sp), or a shard plan, such as {'**.input_layernorm': 'sequence'}."
         )
     return Overlapped(found["all_gather"], found["reduce_scatter"], found["products"], others)
 
