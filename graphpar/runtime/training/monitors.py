@@ -117,7 +117,7 @@ class BestLoss:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON has it."""
-        return {"value": None if math.isinf(self.value) else self.value, "since": self.since}
+        return {"value": None if self.value == math.inf else self.value, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what a checkpoint has kept."""
