@@ -1,9 +1,9 @@
-"""``optimizer.py``: the model file's ``optimizer`` and ``lr_schedule``, with what they need of that file and no more.
+"""``optimizer.py``: the model file's ``optimizer``, ``lr_schedule`` and ``metrics``, with what they need of that file and no more.
 
-    model.py ──names that the two functions use, and what these use──► optimizer.py
+    model.py ──names that they use, and what these use──► optimizer.py
     a file beside it, from which it imports ──the same of what is imported──┘
 
-So a program makes its optimizer without the model file, and without building the model.
+So a program trains and evaluates without the model file, and without building the model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from graphpar.codegen.sources import bound, text_of
 from graphpar.errors import GraphparError
 
-FACTORIES = ("optimizer", "lr_schedule")
+FACTORIES = ("optimizer", "lr_schedule", "metrics")
 
 
 def optimizer_file(path: Path, reference: str | None = None) -> str | None:
-    """Return the text of ``optimizer.py`` for a model file; ``None`` where it has neither function.
+    """Return the text of ``optimizer.py`` for a model file; ``None`` where it has none of them.
 
     Args:
         reference: the file's dotted module name, if it was named so: relative imports become those of its package.

@@ -27,6 +27,7 @@ from graphpar.codegen.classes import (
 )
 from graphpar.codegen.dead_code import library_files, name_in_library, without_unused
 from graphpar.codegen.formatting import WIDTH, shapes_of, wrapped
+from graphpar.codegen.model_outputs import model_output_interfaces, with_kept_outputs
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.scripts import launch_files, script
@@ -44,7 +45,7 @@ from graphpar.codegen.units import (
 from graphpar.errors import GraphparError
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Function, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
+from graphpar.ir.program import Helper, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import blocks_without_backward
@@ -108,6 +109,7 @@ def _package(
     optimizer: str | None,
     recomputed: Mapping[str, Recomputation],
 ) -> Package:
+    stages = with_kept_outputs(stages)
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
@@ -122,7 +124,6 @@ def _package(
             program, plan, stage, modules, infos, calls, exported, operators, recomputed_in([stage], recomputed)
         )
     used = {name_in_library(node.target) for graph in _graphs(program, stages) for node in graph.nodes}
-    used |= {"chunks"} if plan.sharding.loss_chunk else set()
     used |= {"random_streams"} if program.random_calls else set()
     used |= {"collectives"} if plan.sharding.all_degrees else set()
     used |= {"layers"} if any("from . import layers\n" in text for text in files.values()) else set()
@@ -193,21 +194,21 @@ def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
     """All graphs that are printed."""
     graphs = [stage.graph for stage in stages]
     nodes = [node for graph in graphs for node in graph.nodes]
-    graphs += [node.target.graph for node in nodes if isinstance(node.target, Function)]
+    graphs += [node.target.graph for node in nodes if isinstance(node.target, Helper)]
     graphs += [program.blocks[name].graph for name in {str(n.meta["block"]) for n in nodes if n.op == "call_module"}]
     return [*graphs, *([program.counts] if program.counts is not None else [])]
 
 
 def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
     """The names that the package defines."""
-    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Function)}
+    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Helper)}
     return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
 
 
 def _blocks_file(program: Program, stages: Sequence[Stage], operators: OperatorsFile | None) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
-    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Function)}
+    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
     used = {str(node.meta["block"]) for node in nodes if node.op == "call_module"}
     blocks = [block for name, block in program.blocks.items() if name in used]
     classes = [block_class(program, block) for block in blocks]
@@ -336,6 +337,7 @@ def interface(
             for stage in stages
         ),
         outputs=tuple(_outputs(program, plan)),
+        model_outputs=model_output_interfaces(stages, plan),
         steady=tuple(program.steady),
         branches={name: f"{branch} is not {branch.taken}" for name, branch in program.branches.items()},
         shapes={

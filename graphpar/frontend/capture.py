@@ -232,7 +232,7 @@ class _Traced(nn.Module):
         object.__setattr__(self, "repetitions", repetitions)
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Return the loss as a tuple of one, or the tensors of the model's output."""
+        """Return the loss, and the tensors of the model's output or, without a loss, these alone."""
         request = cast(Request, self.request)
         feed, shapes = iter(tensors), [tensor.shape for tensor in tensors]
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
@@ -268,6 +268,7 @@ class _Traced(nn.Module):
                     f"The model changes the shape of the input {name!r} in place (unsqueeze_, transpose_ or the like), and the caller's "
                     "tensor with it; use the result of unsqueeze or transpose instead."
                 )
+        returned = output
         if request.training and dtype is not None:
             output = in_full(output)
         if request.training:
@@ -298,7 +299,9 @@ class _Traced(nn.Module):
                         "computed under torch.no_grad(), or made of whole numbers. For inference leave loss_fn out or set mode='infer'."
                     )
                 request.output_names[:] = ["loss"]
-                return (loss.reshape(()) if loss.ndim else loss,)
+                beside = named_outputs(returned, loss)
+                request.returned[:] = [name for name, _ in beside]
+                return (loss.reshape(()) if loss.ndim else loss, *(value for _, value in beside))
         named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)

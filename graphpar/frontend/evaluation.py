@@ -75,7 +75,7 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node | None, str]]:
         if name in _DROPOUTS:
             known[node] = known[node.args[0]]
             continue
-        arguments, options = list(node.args), dict(node.kwargs)
+        arguments, options = list(node.args[:1] if node.op == "output" else node.args), dict(node.kwargs)
         if name in ("add", "add_") and str(known.get(arguments[0])).endswith("num_batches_tracked"):
             known[node] = known[arguments[0]]  # type: ignore[index]
             continue

@@ -28,7 +28,18 @@ from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.precision import cast_parameters
 from graphpar.frontend.signature import Request
 from graphpar.ir.precision import Precision
-from graphpar.ir.program import Branch, Input, Output, Program, TensorInfo, is_plain, memory_of, size_coefficient
+from graphpar.ir.program import (
+    Branch,
+    Input,
+    Output,
+    Program,
+    TensorInfo,
+    ancestors,
+    is_plain,
+    memory_of,
+    set_model_outputs,
+    size_coefficient,
+)
 from graphpar.ir.source import source_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
@@ -108,6 +119,7 @@ def to_program(
         plain={name: leaf for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, PLAIN)},
         regions=tuple(dict.fromkeys(regions.paths)),
         branches=branches,
+        returned=tuple(request.returned) if trains else (),
     )
     program = program.warn(*_branch_lines(branches.values()))
     if drawn:
@@ -286,7 +298,13 @@ def _unlifted_graph(
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], functools.partial(mapped, user=node)))
+            results: Any = fx.map_arg(node.args[0], functools.partial(mapped, user=node))
+            graph.output(results[: len(request.output_names)])
+            needed = ancestors(graph.output_node())
+            returned = results[len(request.output_names) :]
+            set_model_outputs(
+                graph, [value if value in needed and value.op == "call_function" else None for value in returned]
+            )
             continue
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), functools.partial(mapped, user=node))
         if (mark := marked(node)) is not None:

@@ -43,6 +43,7 @@ NAMES = (
     "split_points",
     "optimizer",
     "lr_schedule",
+    "metrics",
     "passes",
 )
 
@@ -238,6 +239,7 @@ def _model_file_of(module: ModuleType, path: Path, reference: str | None) -> Mod
     shard_plan = _typed(found["shard_plan"], Mapping, shown, "shard_plan", "a dict of patterns and styles")
     batch_dims = _typed(found["batch_dims"], Mapping, shown, "batch_dims", "a dict of input names and dims")
     split = _typed(found["split_points"], list | tuple, shown, "split_points", "a list of module paths")
+    _typed(found["metrics"], Mapping, shown, "metrics", "a dict of functions of outputs and batch")
     for name in ("loss_fn", "optimizer", "lr_schedule"):
         _require(found[name] is None or callable(found[name]), shown, name, found[name], "a function")
     if targets is not None and found["loss_fn"] is None:

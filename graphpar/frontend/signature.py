@@ -58,6 +58,7 @@ class Request:
     scalar: str | None = None  # that one; filled by the trace
     scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
+    returned: list[str] = dataclasses.field(default_factory=list)  # the same: what comes after the loss
     assigned: list[Assigned] = dataclasses.field(default_factory=list)  # filled by the trace: what the forward assigned
     literals: LiteralSizes | None = None  # of traces at a fixed size
 
@@ -249,8 +250,11 @@ def note_scalars(request: Request, output: Any, loss: Tensor | None) -> None:
     request.scalars = [place for place, _ in scalars] if loss is None else []
 
 
-def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+def named_outputs(output: Any, beside: Tensor | None = None) -> list[tuple[str, Tensor]]:
     """List the tensors of a model's output by name.
+
+    Args:
+        beside: the loss, which is left out, and with it what is neither a tensor nor a number.
 
     Raises:
         GraphparError: it holds something other than tensors and numbers.
@@ -267,7 +271,9 @@ def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
     for key, value in items:
         leaves = tree_flatten(value)[0]
         for name, leaf in zip(leaf_paths(key, value), leaves):
-            if not isinstance(leaf, Tensor | int | float | bool | type(None)):
+            if beside is not None and (leaf is beside or name == "loss"):
+                continue
+            if beside is None and not isinstance(leaf, Tensor | int | float | bool | type(None)):
                 kind = type(leaf).__name__
                 raise GraphparError(
                     f"The model's output {name!r} is of type {kind}, which is neither a tensor nor a number; return tensors in "

@@ -247,7 +247,7 @@ def _graph(rows: list[tuple[Any, ...]]) -> fx.Graph:
 
     for op, target, args, kwargs, name, meta in rows:
         args, kwargs = map_aggregate((args, kwargs), known)  # type: ignore[misc]
-        node = graph.output(*args) if op == "output" else graph.create_node(op, target, args, kwargs, name=name)
+        node = graph.create_node(op, target, args, kwargs, name=name)
         node.meta = meta
         nodes.append(node)
     return graph

@@ -4,6 +4,7 @@ always            val, batch_coefficients, module_stack, source        from the 
 of a Program      block, stage_begins, batch_factor, batch_numbers, twin
 while sharding    pin_point, bias_of, types, origin, transition, name
 of a stage        boundary
+of training       model_output
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor, fx
 
+from graphpar.ir.program import ModelOutput
 from graphpar.ir.source import Source
 from graphpar.runtime.layout import Type
 
@@ -52,6 +54,8 @@ class NodeMeta(TypedDict, total=False):
     """For a collective that replaces an operator: its name in the report."""
     boundary: bool | fx.Node
     """For a stage's placeholder: it is received. A node is that of the stage before."""
+    model_output: tuple[ModelOutput, ...]
+    """From ``share_loss`` on, of a program for training: as what the model returns it."""
     real: Tensor
     """While a rule is proven: the tensor that the operator is run on."""
     nn_module_stack: Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -80,6 +80,42 @@ class Output:
     batch_dim: int | None = None
 
 
+@dataclass(frozen=True)
+class ModelOutput:
+    """What the model of a training program returns, besides the loss.
+
+    Attributes:
+        batch_dim: along which microbatches are joined.
+        adds: whether it is a sum over examples, of which each microbatch has its share.
+        sizes, coefficients: its unsharded shape, and of each size that follows the batch how many times the batch it is.
+    """
+
+    name: str
+    batch_dim: int | None
+    adds: bool
+    sizes: tuple[int, ...]
+    coefficients: tuple[int | None, ...]
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """Return the shape for ``rows`` rows."""
+        return tuple(size if c is None else c * rows for size, c in zip(self.sizes, self.coefficients))
+
+
+def model_outputs(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    """Return, until ``share_loss``, the values that a training program's model returns; None: one that its loss does not need.
+
+    They stand beside the loss, so that what replaces a value replaces it there: ``output((loss,), (logits, None))``.
+    """
+    values: Any = graph.output_node().args[1:]
+    return tuple(values[0]) if values else ()
+
+
+def set_model_outputs(graph: fx.Graph, values: Iterable[fx.Node | None]) -> None:
+    """Replace what :func:`model_outputs` returns."""
+    output, found = graph.output_node(), tuple(values)
+    output.args = (output.args[0], found) if found else (output.args[0],)
+
+
 @dataclass
 class Block:
     """A subgraph that came from a repeated module; isomorphic instances share it.
@@ -115,11 +151,12 @@ class ModelSource:
 
 
 @dataclass(eq=False)
-class Function:
-    """A part of the root without parameters of its own, as a function."""
+class Helper:
+    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
 
     name: str
     graph: fx.Graph
+    like: int | None = None  # the argument of which only the batch size and the device are used
 
     @property
     def __name__(self) -> str:
@@ -127,21 +164,6 @@ class Function:
 
     def __call__(self, *arguments: Any) -> Any:
         return run_plain(self.graph, arguments)
-
-
-@dataclass(eq=False)
-class Helper(Function):
-    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
-
-    like: int | None = None  # the argument of which only the batch size and the device are used
-
-
-@dataclass(eq=False)
-class Chunked(Function):
-    """A function of rows, its first ``rows`` arguments, and others, that is a sum over them: it runs on ``tokens`` of them at a time."""
-
-    rows: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -228,6 +250,7 @@ class Program:
     branches: Mapping[str, Branch] = field(default_factory=dict)  # on values, by the buffer that holds their flag
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
+    returned: tuple[str, ...] = ()  # of a program for training: the names of what its model returns besides the loss
     pretrained: Mapping[str, Any] = field(
         default_factory=dict
     )  # what transformers' from_pretrained needs besides weights

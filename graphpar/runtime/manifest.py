@@ -81,6 +81,29 @@ class OutputInterface:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOutputInterface:
+    """What the model of a training program returns besides the loss.
+
+    Attributes:
+        stage: the stage that computes it.
+        module: the block whose result it is; None: the stage calls ``keep_output`` with it.
+        shape: that of one microbatch, unsharded.
+        batch_dim: along which microbatches and replicas are joined.
+        adds: whether they are added up.
+        types: its type on each axis but those of replicas.
+    """
+
+    name: str
+    stage: int
+    module: str | None = None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = kept(None, always=True)
+    adds: bool = False
+    types: Mapping[str, Type] = kept(make=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageInterface:
     """One stage: its class, the pp coordinate of the ranks that hold it, and its inputs and outputs by name."""
 
@@ -113,6 +136,8 @@ class Interface:
     counts: Counts
     stages: tuple[StageInterface, ...]
     outputs: tuple[OutputInterface, ...]
+    model_outputs: tuple[ModelOutputInterface, ...] = ()
+    """Of a program for training: what the model returns besides the loss, as far as the loss is computed from it."""
     steady: tuple[str, ...] = ()
     """Buffers that every microbatch writes alike, so that a step writes them once."""
     branches: Mapping[str, str] = kept(make=dict)

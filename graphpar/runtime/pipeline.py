@@ -11,10 +11,10 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,12 @@ from graphpar.runtime.stages.branches import Branches
 from graphpar.runtime.stages.compiled import backend_of, check_compiles
 from graphpar.runtime.stages.loss_scale import FIRST, LossScale
 from graphpar.runtime.stages.microbatches import Microbatches, evaluating, forward_only, summed
+from graphpar.runtime.stages.model_outputs import Metric, ModelOutputs
 from graphpar.runtime.stages.own_stages import OwnStages
 from graphpar.runtime.stages.split_backward import is_whole
 from graphpar.runtime.state.gradients import Gradients, clip
 from graphpar.runtime.state.host import host_of
+from graphpar.runtime.state.optimizers import factory
 from graphpar.runtime.state.own_optimizers import Optimizers
 from graphpar.runtime.state.replicas import check_program, check_replicas, is_compared
 from graphpar.runtime.training.balance import Balance
@@ -185,6 +187,7 @@ class Pipeline(Stored):
         """
         return self._optimizers.lr_schedule(optimizer, done, make)
 
+    @overload
     def step(
         self,
         batch: Any,
@@ -192,7 +195,29 @@ class Pipeline(Stored):
         step: int | None = None,
         broadcast_loss: bool = False,
         accumulate: bool = False,
-    ) -> Tensor | None:
+        losses: Literal[False] = False,
+    ) -> Tensor | None: ...
+
+    @overload
+    def step(
+        self,
+        batch: Any,
+        *,
+        step: int | None = None,
+        broadcast_loss: bool = False,
+        accumulate: bool = False,
+        losses: Literal[True],
+    ) -> list[Tensor] | None: ...
+
+    def step(
+        self,
+        batch: Any,
+        *,
+        step: int | None = None,
+        broadcast_loss: bool = False,
+        accumulate: bool = False,
+        losses: bool = False,
+    ) -> Tensor | list[Tensor] | None:
         """Run forward and backward over the whole global batch; gradients are added to ``.grad``.
 
         Args:
@@ -205,9 +230,13 @@ class Pipeline(Stored):
             broadcast_loss: return the loss on every rank.
             accumulate: keep the gradients where they are computed, without reducing them over ranks, for the next step without it,
                 which reduces the sum of all. Until then no optimizer may step and no norm is known. It is the same on all ranks.
+            losses: return the losses of the microbatches instead; the same on all ranks. Microbatch ``i`` is that of all replicas. Losses
+                are shares, which add up to the loss: a sum is that over the microbatch's examples, a mean that divided by what the whole
+                step's mean divides by, such as its number of labels that are not ignored.
 
         Returns:
-            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere. In fp16 it may have overflowed in
+            The loss of the global batch (with ``losses`` one of each microbatch of each batch, in order) on the ranks that have the last
+            stage, ``None`` elsewhere. In fp16 it may have overflowed in
             the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
@@ -223,18 +252,27 @@ class Pipeline(Stored):
         batches = together(self.program, batch, training=True)
         if self._feed.given and is_compared(self._feed.given):
             self._gradients.check_copies()
-        losses = [
+        found = [
             self._run(values, accumulate or place < len(batches))
             for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
         ]
-        loss = torch.stack([each for each in losses if each is not None]).sum() if self.has_last_stage else None
+        parts = [each for each in found if each is not None]
+        loss = (
+            torch.cat(parts)
+            if parts and losses
+            else torch.stack([each.sum() for each in parts]).sum()
+            if parts
+            else None
+        )
         replicas = self.groups["batch"]
         if loss is not None and replicas is not None:
             dist.all_reduce(loss, group=replicas)
         if not accumulate:
             self._check_branches()
         self.steps_done += 1
-        return self._broadcast(loss) if broadcast_loss else loss
+        if broadcast_loss:
+            loss = self._broadcast(loss, [len(batches) * self.program.microbatches] if losses else [])
+        return list(loss) if loss is not None and losses else loss
 
     def _check_branches(self) -> None:
         """Drop the gradients of a step in which a branch on values was another than the program's."""
@@ -259,7 +297,7 @@ class Pipeline(Stored):
         return Balance(self.groups, self.package if self._backend is None else "")
 
     def _run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
-        """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's loss."""
+        """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
         self._parameters.begin_step()
         self._gradients.take(accumulate)
         with labels_named(values):
@@ -303,9 +341,9 @@ class Pipeline(Stored):
         """How many steps left no gradients, since one was not finite on some rank (fp16)."""
         return self._scale.skipped
 
-    def _broadcast(self, value: Tensor | None) -> Tensor:
-        spec = self.program.outputs[0]
-        shared = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
+    def _broadcast(self, value: Tensor | None, shape: Sequence[int]) -> Tensor:
+        dtype = self.program.outputs[0].dtype
+        shared = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value
         if (group := self.groups["pp"]) is not None:
             dist.broadcast(shared, src=self.groups.rank_at(pp=self.program.stages[-1].rank), group=group)
         return shared
@@ -362,27 +400,56 @@ class Pipeline(Stored):
         if self.program.no_eval is not None:
             raise RuntimeProgramError(self.program.no_eval)
 
-    def eval(self, batch: Any) -> dict[str, Tensor] | None:
-        """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
-
-        Returns:
-            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage. The
-            loss of several batches is that of one batch that has all of them.
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """The model file's ``metrics``, for :meth:`eval`.
 
         Raises:
-            RuntimeProgramError: the model computes something else in evaluation, which the program does not have; or the batch does
-                not fit.
+            RuntimeProgramError: it is no dict of functions.
+        """
+        found: Any = factory(self.program, self.package, "metrics") or {}
+        if not isinstance(found, Mapping) or not all(callable(metric) for metric in found.values()):
+            raise RuntimeProgramError(
+                "metrics of the model file must be a dict of functions of the outputs and the batch"
+            )
+        return found
+
+    def eval(
+        self,
+        batch: Any,
+        *,
+        outputs: bool | Collection[str] = False,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> dict[str, Tensor] | None:
+        """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
+
+        Args:
+            batch: one, or several that stand for one that has all of them.
+            outputs: of a program for training: also return what the model returns, whole; True for all that its loss is computed from,
+                or some of it by name. The same on all ranks.
+            metrics: of a program for training: also return these, each a function of the model's outputs and the batch, both by name and
+                of a replica's rows of one microbatch (see :data:`~graphpar.runtime.stages.model_outputs.Metric`). It runs on the ranks of
+                the last stage, so the batch has the inputs and targets that ``data.names`` lists there. The same on all ranks.
+
+        Returns:
+            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage, else
+            ``None``. The loss, the outputs and the metrics of several batches are those of one batch that has all of them.
+
+        Raises:
+            RuntimeProgramError: the model computes something else in evaluation, which the program does not have; the batch does
+                not fit; or the program does not have an output.
         """
         self.check_eval()
+        asked = ModelOutputs(self._own, outputs, metrics or {})
         with evaluating(self.stages):
-            return self._forward(batch, self.steps_done)
+            return self._forward(batch, self.steps_done, asked)
 
     def infer(self, batch: Mapping[str, Any], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.
 
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
-        return self._forward([batch], self.steps_done if step is None else step)
+        return self._forward([batch], self.steps_done if step is None else step, ModelOutputs(self._own, False, {}))
 
     def generate(
         self,
@@ -428,17 +495,18 @@ class Pipeline(Stored):
                 f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
             )
 
-    def _forward(self, batch: Any, step: int) -> dict[str, Tensor] | None:
-        """The outputs of a batch, or the sums of those of several."""
+    def _forward(self, batch: Any, step: int, asked: ModelOutputs) -> dict[str, Tensor] | None:
+        """The outputs of a batch, or the sums of those of several, and what is asked for besides."""
         self.synchronize()
         found: list[dict[str, Tensor] | None] = []
-        with torch.no_grad():
+        with torch.no_grad(), asked:
             for values in self._feed.values(together(self.program, batch, training=False), step):
                 self._parameters.gather()
                 if self.program.mode == GENERATE:
                     found.append(self._generator.logits(values))
                 else:
-                    found.append(forward_only(self.program, self._own.adapters, values, self.groups))
+                    found.append(forward_only(self.program, self._own.adapters, values, self.groups, asked.take))
                 self._parameters.free()
         self._branches.check()
-        return summed(found)
+        outputs = summed(found)
+        return None if outputs is None else outputs | asked.results()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,23 @@ from tests.tools.programs import example, example_file
 from tests.tools.rank_pool import RankPool
 
 GPT = str(example_file("gpt").path)
+METRICS = """
+
+def entropy(outputs, batch):
+    chances = outputs["output"].softmax(-1)
+    return -(chances * chances.log()).sum(-1).mean(-1)
+
+
+metrics = {"entropy": entropy}
+"""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop") / "out"
-    assert main(["compile", GPT, "--mesh", "dp_replicate=2", "--eval", "--check-values", "-o", str(folder)]) == 0
+    model = folder.parent / "model.py"
+    model.write_text(Path(GPT).read_text() + METRICS)
+    assert main(["compile", str(model), "--mesh", "dp_replicate=2", "--eval", "--check-values", "-o", str(folder)]) == 0
     return folder
 
 
@@ -55,6 +67,7 @@ def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path
     assert [record["step"] for record in saved] == [2, 3]
     assert all(is_in(record["checkpoint"]) and 0 < record["waited_s"] < 60 for record in saved)
     assert all(record["held_out_loss"] == pytest.approx(5.35, abs=0.3) for record in held_out)
+    assert all(4 < record["entropy"] <= math.log(211) for record in held_out)
     assert steps[4]["loss"] == steps[0]["loss"] and steps[4]["gradient_norm"] == steps[0]["gradient_norm"]
     batch = load_manifest(program).inputs[0].shape
     meant = json.loads((program / "report.json").read_text())["report"]["predicted"]

@@ -21,7 +21,15 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import TWIN, Twin, coefficients_of
-from graphpar.ir.program import Program, named_arguments, operator_name, value_of, where
+from graphpar.ir.program import (
+    Program,
+    model_outputs,
+    named_arguments,
+    operator_name,
+    set_model_outputs,
+    value_of,
+    where,
+)
 from graphpar.operators.in_place import changes_view, in_order, out_of_place, refusal_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of
@@ -61,8 +69,9 @@ def _out(node: fx.Node) -> fx.Node | None:
 
 def copied(source: fx.Graph) -> fx.Graph:
     """Return a copy of a graph."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(source, {}))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(source, copies))
+    set_model_outputs(graph, (value and copies[value] for value in model_outputs(source)))
     return graph
 
 

@@ -21,11 +21,14 @@ from torch import Tensor, fx
 from graphpar.ir.batch_sizes import is_size, number_arguments, size_factor
 from graphpar.ir.program import (
     Coupling,
+    ModelOutput,
     Program,
     ancestors,
     batch_coefficients,
+    model_outputs,
     named_arguments,
     operator_name,
+    set_model_outputs,
     value_of,
 )
 from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
@@ -55,14 +58,15 @@ def share_loss(program: Program) -> Program:
     Where the loss (or an output of inference) is no sum over examples, the program stays, with the reason in ``unsplittable``.
     """
     if program.unsplittable is not None:  # the batch runs whole
-        return program
+        return program.with_graph(_with_marks(program, copied(program.graph), None))
     rewriter = _Shares(program)
     couplings = rewriter.rewrite()
     if program.mode != "train" or rewriter.failure is not None:
+        graph = _with_marks(program, copied(program.graph), None)
         reason = rewriter.failure or program.unsplittable
-        return program.with_graph(program.graph, couplings=couplings, unsplittable=reason, steady=rewriter.steady)
+        return program.with_graph(graph, couplings=couplings, unsplittable=reason, steady=rewriter.steady)
     counts = rewriter.counts_graph()
-    remove_dead_code(rewriter.graph)
+    remove_dead_code(_with_marks(program, rewriter.graph, rewriter.analysis))
     return program.with_graph(
         rewriter.graph,
         couplings=couplings,
@@ -70,6 +74,34 @@ def share_loss(program: Program) -> Program:
         counts=counts,
         count_names=tuple(str(count.target) for count, _ in rewriter.counts),
     )
+
+
+def _with_marks(program: Program, graph: fx.Graph, analysis: Analysis | None) -> fx.Graph:
+    """Mark, in place, the values that the model returns besides the loss; the graph then has no other use for them.
+
+    Args:
+        analysis: says how microbatches have parts of them; without one a batch runs whole.
+    """
+    values = model_outputs(graph)
+    set_model_outputs(graph, ())
+    needed = ancestors(graph.output_node())
+    for name, node in zip(program.returned, values):
+        if node is None or node not in needed:
+            continue
+        state = Fixed() if analysis is None else analysis.states.get(node)
+        rows = isinstance(state, Rows) and (state.outer, state.order, state.kind, state.chosen) == (
+            1,
+            None,
+            "values",
+            None,
+        )
+        if rows or isinstance(state, Additive | Fixed):
+            sizes, coefficients = value_of(node).shape, batch_coefficients(node)
+            known = tuple(1 if c is not None else int(size) for size, c in zip(sizes, coefficients))
+            dim = state.dim if isinstance(state, Rows) else None
+            found = ModelOutput(name, dim, isinstance(state, Additive), known, tuple(coefficients))
+            node.meta["model_output"] = (*node.meta.get("model_output", ()), found)
+    return graph
 
 
 class _Shares:
@@ -107,7 +139,7 @@ class _Shares:
         if isinstance(state, Fixed):
             with self.graph.inserting_before(output):
                 loss = self._scaled(loss, loss)
-            output.args = ((loss,),)
+            output.args = ((loss,), *output.args[1:])
         elif not isinstance(state, Additive):
             reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"

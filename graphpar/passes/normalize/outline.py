@@ -374,15 +374,16 @@ def _call(
     }
     if region.nodes[0].meta.get("stage_begins"):
         call.meta["stage_begins"] = True
+    kept = ("val", "batch_coefficients", "types", "model_output")
     if len(region.outputs) == 1:
         (output,) = region.outputs
-        call.meta |= {key: output.meta[key] for key in ("val", "batch_coefficients", "types") if key in output.meta}
+        call.meta |= {key: output.meta[key] for key in kept if key in output.meta}
         env[output] = call
         return
     call.meta["val"] = tuple(value_of(output) for output in region.outputs)
     for position, output in enumerate(region.outputs):
         item = graph.call_function(operator.getitem, (call, position))
-        item.meta = {key: output.meta[key] for key in ("val", "batch_coefficients", "source") if key in output.meta}
+        item.meta = {key: output.meta[key] for key in ("source", *kept) if key in output.meta}
         item.meta["module_stack"] = call.meta["module_stack"]
         env[output] = item
 

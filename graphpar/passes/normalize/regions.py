@@ -26,7 +26,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.frontend.exported import alias_used_in, kept_meta
 from graphpar.frontend.repetitions import fake_like
-from graphpar.ir.program import Program, is_of_torch, operator_name, value_of, where
+from graphpar.ir.program import (
+    Program,
+    is_of_torch,
+    model_outputs,
+    operator_name,
+    set_model_outputs,
+    value_of,
+    where,
+)
 from graphpar.ir.source import source_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.gradients import differentiable_nodes
@@ -106,6 +114,7 @@ class _Inliner:
             if node.op == "output":
                 if scope.region is None:
                     self.graph.output(fx.map_arg(node.args[0], env.__getitem__))
+                    set_model_outputs(self.graph, (value and env[value] for value in model_outputs(source)))
                     return []
                 return list(tree_map(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, node.args[0]))
             if node.op == "get_attr" and isinstance(_child(modules, str(node.target)), fx.GraphModule):

@@ -26,7 +26,16 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import is_size, is_unknown, number_arguments, unknown_coefficient, unknown_symbol
-from graphpar.ir.program import Program, module_path, named_arguments, operator_name, value_of, where
+from graphpar.ir.program import (
+    Program,
+    model_outputs,
+    module_path,
+    named_arguments,
+    operator_name,
+    set_model_outputs,
+    value_of,
+    where,
+)
 from graphpar.operators.batch import Additive, Analysis, Fixed, Rows
 from graphpar.operators.batch_rows import choice_of
 from graphpar.operators.record import Kind
@@ -60,6 +69,7 @@ def fill_unchosen(program: Program) -> Program:
     if sizes_are_known(program):
         return program
     graph = copied(program.graph)
+    set_model_outputs(graph, (None if value is None or _is_unknown(value) else value for value in model_outputs(graph)))
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
@@ -145,6 +155,7 @@ class _Filler:
             if node.op == "output":
                 fx.map_arg(node.args[0], self._known_output)
                 self.graph.output(fx.map_arg(node.args[0], self.env.__getitem__))
+                set_model_outputs(self.graph, (value and self.env[value] for value in model_outputs(self.old)))
             elif is_size(node) and _is_unknown(node):
                 self.analysis.states[node] = Fixed(pure=False)
             else:

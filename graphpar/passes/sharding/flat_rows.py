@@ -100,7 +100,9 @@ def _of_rows(
 def _with_metadata(made: fx.Node, flat: fx.Node, source: fx.Node, divided: int = 1) -> fx.Node:
     """Give ``made`` the metadata of ``flat``, whose rows it has as ``source`` has them, ``divided`` over ranks."""
     first, second = value_of(source).shape[:2]
-    made.meta = {key: item for key, item in flat.meta.items() if key not in ("val", "batch_coefficients", TWIN)}
+    made.meta = {
+        key: item for key, item in flat.meta.items() if key not in ("val", "batch_coefficients", "model_output", TWIN)
+    }
     made.meta["val"] = value_of(flat).new_empty((first, int(second) // divided, value_of(flat).shape[-1]))
     if "batch_coefficients" in source.meta:
         made.meta["batch_coefficients"] = (*source.meta["batch_coefficients"][:2], None)

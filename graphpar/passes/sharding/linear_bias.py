@@ -43,6 +43,7 @@ def _with_sum(
 ) -> fx.Node:
     copy.target, copy.args = product, args  # type: ignore[assignment]
     added = infer(graph.call_function(_aten.add.Tensor, (copy, bias)), node, same=True)  # type: ignore[arg-type]
+    copy.meta.pop("model_output", None)
     added.meta = dict(node.meta) | {"val": added.meta["val"], _OWNER: operator_name(node)}
     return added
 

@@ -28,7 +28,7 @@ from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import POINT
 from graphpar.passes.sharding.problem import is_operator
-from graphpar.runtime.layout import I, R, Shard, local_shape, local_size
+from graphpar.runtime.layout import I, P, R, Shard, local_shape, local_size
 
 
 def lower(program: Program, sharding: Sharding) -> Program:
@@ -109,6 +109,9 @@ class _Scope:
         for node in self.source.nodes:
             if node not in self.made:
                 self._lower(node)
+        for (node, types), value in self.redistributed.items():
+            if P in self.types[node] and P not in types and "model_output" in self.made[node].meta:
+                value.meta["model_output"] = self.made[node].meta.pop("model_output")
         remove_dead_code(self.new)
         return self.new
 
@@ -211,7 +214,7 @@ class _Scope:
 
         def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
             made = self.new.call_function(target, args, kwargs)
-            made.meta = dict(node.meta)
+            made.meta = {key: item for key, item in node.meta.items() if key != "model_output"}
             return made
 
         placement = CallSpecs(self.degrees, decision.operands, decision.results, decision.rewrites)

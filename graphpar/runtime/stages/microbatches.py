@@ -1,6 +1,6 @@
 """Forward and backward over the microbatches of a step: with a pipeline as torch's schedule orders them, else one after the other.
 
-values of a replica's rows ──► microbatch 0, 1, ... ──► losses ──summed──► this replica's share of the loss
+values of a replica's rows ──► microbatch 0, 1, ... ──► their losses, which add up to this replica's share of the loss
 
 In the forward alone every rank goes through its stages microbatch by microbatch, so that two ranks with several stages each send to and
 receive from each other in the same order (nccl needs that), while other microbatches of the same stage overlap with the neighbours' work.
@@ -9,7 +9,7 @@ receive from each other in the same order (nccl needs that), while other microba
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -20,11 +20,11 @@ from torch.distributed.pipelining import PipelineStage
 from graphpar.runtime.debugging.events import at
 from graphpar.runtime.debugging.idle import left_in_schedule
 from graphpar.runtime.distributed import gather_tensors
-from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.manifest import Manifest, OutputInterface
+from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.cast_once import CastOnce
 from graphpar.runtime.stages.loss_scale import LossScale
+from graphpar.runtime.stages.model_outputs import join
 from graphpar.runtime.stages.modules import StageAdapter, example, keywords
 from graphpar.runtime.stages.schedules import Schedule, ShardedStage, Stage, build_schedule, microbatch
 from graphpar.runtime.stages.split_backward import guard
@@ -84,7 +84,7 @@ class Microbatches:
         return (torch.empty(loss.shape, dtype=loss.dtype, device=self._device, requires_grad=True),)
 
     def run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
-        """Run all of them; returns the sum of their losses on the ranks of the last stage, else ``None``.
+        """Run all of them; returns the loss of each on the ranks of the last stage, else ``None``.
 
         Args:
             values: the inputs and counts of this replica's rows.
@@ -117,7 +117,7 @@ class Microbatches:
             if loss.requires_grad:
                 self._scale.scaled(loss).backward()
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        return torch.stack(losses)
 
     def _scheduled(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """torch's schedule. It wants a target that it can split; the targets are keyword inputs here."""
@@ -130,14 +130,18 @@ class Microbatches:
         self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
         if self._stages[-1].interface.sends:
             return None
-        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale.value
+        return torch.stack([loss.detach() for loss in losses]) / self._scale.value
 
 
 # ---- the forward alone -------------------------------------------------------------------------------------------
 
 
 def forward_only(
-    program: Manifest, stages: Sequence[StageAdapter], values: Mapping[str, Tensor], groups: Groups
+    program: Manifest,
+    stages: Sequence[StageAdapter],
+    values: Mapping[str, Tensor],
+    groups: Groups,
+    take: Callable[[Mapping[str, Tensor]], None],
 ) -> dict[str, Tensor] | None:
     """Run every microbatch through this rank's stages.
 
@@ -146,6 +150,7 @@ def forward_only(
         stages: this rank's stages, first to last.
         values: the inputs and counts that they name, for the rows of this replica.
         groups: of the mesh; stages send to and receive from their neighbours along pp.
+        take: called after each microbatch with its inputs.
 
     Returns:
         The outputs by name, joined over microbatches and replicas, on the ranks of the last stage; else ``None``.
@@ -159,7 +164,8 @@ def forward_only(
     sent: list[tuple[dist.Work | None, Tensor]] = []
     finished: list[tuple[Tensor, ...]] = []
     for i in range(program.microbatches):
-        given = keywords({**microbatch(program, inputs, i), **counts})
+        batch = microbatch(program, inputs, i)
+        given = keywords({**batch, **counts})
         local: tuple[Tensor, ...] = ()
         for stage in stages:
             received = _receive(program, stage, local, device, groups)
@@ -169,18 +175,20 @@ def forward_only(
                 sent += _send(program, stage, local, groups)
             else:
                 finished.append(local)
+        take(batch)
     for work, _ in sent:
         if work is not None:
             work.wait()
     if not finished:
         return None
-    outputs = {spec.name: _join(program, spec, parts) for spec, parts in zip(program.outputs, zip(*finished))}
-    replicas = groups["batch"]
-    if replicas is None:
-        return outputs
-    return {
-        spec.name: _join(program, spec, tuple(gather_tensors(outputs[spec.name], replicas))) for spec in program.outputs
-    }
+    adds, replicas = program.mode == "train", groups["batch"]
+    outputs = {}
+    for spec, parts in zip(program.outputs, zip(*finished)):
+        value = join(spec.name, parts, spec.batch_dim, adds)
+        if replicas is not None:
+            value = join(spec.name, gather_tensors(value, replicas), spec.batch_dim, adds)
+        outputs[spec.name] = value
+    return outputs
 
 
 def summed(outputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
@@ -223,16 +231,3 @@ def _send(
         return []
     after = groups.rank_at(pp=to)
     return [(dist.isend(tensor, dst=after, group=groups["pp"]), tensor) for tensor in outputs]
-
-
-def _join(program: Manifest, spec: OutputInterface, parts: tuple[Tensor, ...]) -> Tensor:
-    """One output of all microbatches (or replicas): joined along the batch dim, or the sum of the loss shares."""
-    if spec.batch_dim is not None:
-        return torch.cat(parts, dim=spec.batch_dim)
-    if program.mode == "train":
-        return torch.stack(parts).sum(0)
-    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
-        raise RuntimeProgramError(
-            f"the output {spec.name} has no batch dim and differs between microbatches or replicas: emit the program with one"
-        )
-    return parts[0]

@@ -70,7 +70,7 @@ def describe_model(stages: Sequence[nn.Module], program: Manifest, groups: Group
 
 
 def factory(program: Manifest, package: str, name: str) -> Callable[..., Any] | None:
-    """Return ``optimizer`` or ``lr_schedule`` of the model file; ``None`` where it has none.
+    """Return ``optimizer``, ``lr_schedule`` or ``metrics`` of the model file; ``None`` where it has none.
 
     Raises:
         RuntimeProgramError: ``optimizer.py`` can't be imported.

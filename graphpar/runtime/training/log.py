@@ -166,13 +166,15 @@ class Log:
             self._read()
 
     def held_out(self, step: int, outputs: Mapping[str, Tensor] | None) -> None:
-        """Note the loss of held-out batches after a step, as ``pipeline.eval`` returned it; the next step's time begins."""
+        """Note the loss and metrics of held-out batches, as ``pipeline.eval`` returned them after a step; the next one begins."""
         self.restart()
         if self._reports and outputs is not None:
             self._read()
-            loss = next(iter(outputs.values())).item()
-            self._print(f"held-out loss {loss:.6f} after step {step}")
-            self._write({"step": step, "held_out_loss": loss})
+            loss, *others = outputs.values()
+            metrics = {name: float(value) for name, value in zip(list(outputs)[1:], others)}
+            more = "".join(f", {name} {value:.6f}" for name, value in metrics.items())
+            self._print(f"held-out loss {float(loss):.6f}{more} after step {step}")
+            self._write({"step": step, "held_out_loss": float(loss), **metrics})
         self.restart()
 
     def saved(self, step: int, folder: Path, seconds: float) -> None:

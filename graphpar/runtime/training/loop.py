@@ -138,7 +138,7 @@ class Training:
             if saved and name in saved.data:
                 each.load_state_dict(saved.data[name])
         self._stop = pipeline.stop = StopSignal(ranks) if args.checkpoint else None
-        self._evaluate = evaluate or type(pipeline).eval
+        self._evaluate = evaluate or (lambda pipeline, given: pipeline.eval(given, metrics=pipeline.metrics))
         self._held_out: list[dict[str, Tensor]] = []
         if args.eval_every:
             if evaluate is None:
