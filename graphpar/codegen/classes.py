@@ -14,7 +14,7 @@ from graphpar.codegen.formatting import WIDTH, commented, describe_shape, descri
 from graphpar.codegen.layers import Layers
 from graphpar.codegen.printer import GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
-from graphpar.ir.program import Block, Helper, Program, TensorInfo, value_of
+from graphpar.ir.program import Block, Chunked, Function, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage
 from graphpar.runtime.layout import Shard
 from graphpar.text import is_at_or_below, is_below, numbered_runs, short_names
@@ -76,13 +76,14 @@ def stage_tree(program: Program, infos: Mapping[str, TensorInfo], blocks: Mappin
     return build_tree(infos, blocks, list(program.module_classes))
 
 
-def helper_function(helper: Helper) -> str:
-    """Print a helper function: a parameter-free part of the root."""
+def helper_function(helper: Function) -> str:
+    """Print a function of what the root has no parameters in."""
     printer = GraphPrinter(helper.graph, lambda name: name)
     printed = printer.print()
     arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, helper.graph))
     header = f"def {helper.name}({arguments}) -> {_result_type(helper.graph)}:"
-    doc = f'{_INDENT}"""{_flow(helper.graph, printed)}"""'
+    tokens = f"; {helper.tokens} rows at a time" if isinstance(helper, Chunked) else ""
+    doc = f'{_INDENT}"""{_flow(helper.graph, printed)}{tokens}"""'
     body = _statement_lines(printed, _INDENT, "")
     return "\n".join([*wrapped(header, ""), doc, *body, *wrapped(f"return {printed.returned}", _INDENT)]) + "\n"
 

@@ -45,7 +45,7 @@ from graphpar.codegen.units import (
 from graphpar.errors import GraphparError
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Helper, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
+from graphpar.ir.program import Function, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import blocks_without_backward
@@ -124,6 +124,7 @@ def _package(
             program, plan, stage, modules, infos, calls, exported, operators, recomputed_in([stage], recomputed)
         )
     used = {name_in_library(node.target) for graph in _graphs(program, stages) for node in graph.nodes}
+    used |= {"chunks"} if plan.sharding.loss_chunk else set()
     used |= {"random_streams"} if program.random_calls else set()
     used |= {"collectives"} if plan.sharding.all_degrees else set()
     used |= {"layers"} if any("from . import layers\n" in text for text in files.values()) else set()
@@ -194,21 +195,21 @@ def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
     """All graphs that are printed."""
     graphs = [stage.graph for stage in stages]
     nodes = [node for graph in graphs for node in graph.nodes]
-    graphs += [node.target.graph for node in nodes if isinstance(node.target, Helper)]
+    graphs += [node.target.graph for node in nodes if isinstance(node.target, Function)]
     graphs += [program.blocks[name].graph for name in {str(n.meta["block"]) for n in nodes if n.op == "call_module"}]
     return [*graphs, *([program.counts] if program.counts is not None else [])]
 
 
 def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
     """The names that the package defines."""
-    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Helper)}
+    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Function)}
     return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
 
 
 def _blocks_file(program: Program, stages: Sequence[Stage], operators: OperatorsFile | None) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
-    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
+    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Function)}
     used = {str(node.meta["block"]) for node in nodes if node.op == "call_module"}
     blocks = [block for name, block in program.blocks.items() if name in used]
     classes = [block_class(program, block) for block in blocks]

@@ -24,9 +24,9 @@ from graphpar.codegen.dead_code import library, name_in_library, needed_by
 from graphpar.codegen.formatting import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import Layers, given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, kv_cache, model_outputs, random_streams
+from graphpar.emitted import chunks, collectives, kv_cache, model_outputs, random_streams
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Helper, Program, operator_name, value_of
+from graphpar.ir.program import Chunked, Function, Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.naming import created_by, short_name, user_name
 from graphpar.operators.parameter_casts import casts_parameter
@@ -45,6 +45,7 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = tuple(name for name in functions_of(random_streams) if name in TABLE)
 _CALLED = {
+    chunks.__name__,
     collectives.__name__,
     kv_cache.__name__,
     model_outputs.__name__,
@@ -135,7 +136,7 @@ class GraphPrinter:
         self.reserved |= {operator_name(node) for node in graph.nodes} & set(
             _OF_FILES
         )  # no variable may hide what it calls
-        self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
+        self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Function)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
         self.output = graph.output_node()
@@ -390,6 +391,11 @@ class GraphPrinter:
         if node in self.layers:
             arguments = ", ".join(self.expression(operand).text for operand in given(node))
             return Expression(f"{self.attribute(self.layers[node])}({arguments})")
+        if isinstance(function := node.target, Chunked):
+            rows, whole = (
+                self.expression(list(part)).text for part in (node.args[: function.rows], node.args[function.rows :])
+            )
+            return Expression(f"in_chunks({function.name}, {rows}, {whole}, tokens={function.tokens})")
         return spell(node, self.expression, self.anchor())
 
     def anchor(self) -> str:

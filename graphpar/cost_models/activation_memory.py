@@ -28,14 +28,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from graphpar.cost_models.fake_operators import call_on_fakes
+from graphpar.cost_models.fake_operators import call_on_fakes, two_chunks
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
 from graphpar.emitted import collectives, kv_cache
 from graphpar.emitted.gathering import gathered_again
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
-from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
+from graphpar.ir.program import Block, Chunked, Program, Runner, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.runtime.axes import AXES
@@ -255,6 +255,8 @@ class Forward(Runner):
         """Note a tensor that a block of the kind ``gathers`` keeps: hooks outside of it are not called."""
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(node.target, Chunked):
+            return two_chunks(node.target, args)
         if casts_parameter(node) and (copy := self.activations.copies.get((args[0], value_of(node).dtype))) is not None:
             return Cast.apply(args[0], copy)
         return call_on_fakes(node.target, args, kwargs, self.activations.device, self.activations.even_experts)

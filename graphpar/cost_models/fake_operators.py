@@ -6,6 +6,7 @@ known only at run time, custom functions, and sharded random streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted import collectives, kv_cache
+from graphpar.emitted import chunks, collectives, kv_cache
 from graphpar.errors import GraphparError
+from graphpar.ir.program import Chunked
 from graphpar.operators.functions import OPERATORS, plain_apply
 
 
@@ -41,6 +43,25 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if "sharded" in kwargs:
         kwargs = kwargs | {"sharded": [_piece(*entry) for entry in kwargs["sharded"]]}
     return target(*args, **kwargs)
+
+
+def two_chunks(function: Chunked, args: Sequence[Tensor]) -> Tensor:
+    """Run a function in chunks on two of them, however many rows there are; the gradients of all rows are kept beside."""
+    first = [_Chunks.apply(row, 2 * function.tokens) for row in args[: function.rows]]
+    return chunks.in_chunks(function, first, args[function.rows :], function.tokens)
+
+
+class _Chunks(torch.autograd.Function):
+    """So many rows, whatever the argument's are; keeps what is as large as the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(torch.empty_like(x) if x.requires_grad else None)
+        return x.new_empty(rows, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
 
 
 def _attention_by_kernel(

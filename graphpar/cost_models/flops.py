@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.program import Chunked, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.contractions import Size, matrices
 from graphpar.operators.placement import literal, operands_of
 from graphpar.operators.record import Kind
@@ -65,6 +65,8 @@ def operator_flops(node: fx.Node, batch: int) -> float:
     """Return the flops of one operator: products, convolutions and attention exactly, others one an element."""
     if node.op != "call_function" or not isinstance(value_of(node), Tensor):
         return 0.0
+    if isinstance(node.target, Chunked):
+        return sum(operator_flops(each, batch) for each in node.target.graph.nodes)
     out = _shape(node, batch)
     if record_of(node).kind is Kind.ATTENTION:
         query, key = (_shape(operand, batch) for operand in operands_of(node)[:2])

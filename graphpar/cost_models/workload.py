@@ -18,7 +18,7 @@ from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
-from graphpar.ir.program import Block, Program, operator_name, value_of
+from graphpar.ir.program import Block, Chunked, Program, operator_name, value_of
 from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.gradients import differentiable_nodes
@@ -209,6 +209,9 @@ class _Walk:
         for node in self.graph.nodes:
             if node.op != "call_function" or not has_tensors(node) or node.name in self.without:
                 continue
+            if isinstance(function := node.target, Chunked):
+                yield from self._chunked(node, function)
+                continue
             name = operator_name(node)
             yield from self.works.collectives(node, self.scope)
             if "transition" in node.meta or name in FUNCTIONS:
@@ -233,6 +236,18 @@ class _Walk:
             yield from self._gradient_sums()
 
     # ---- by kind ----
+
+    def _chunked(self, node: fx.Node, function: Chunked) -> Iterator[Row]:
+        """Yield the work of a function that runs in chunks: all of it in the forward, where gradients of what is whole are added up."""
+        for row in _Walk(self.works, function.graph, "", ()).rows():
+            yield row._replace(phase=Phase.FORWARD)
+        chunks = sizes_of(node.all_input_nodes[0])[0] * (1 / function.tokens)
+        for argument in node.args[function.rows :]:
+            if isinstance(argument, fx.Node) and self._grad(argument):
+                yield Traffic(
+                    Phase.FORWARD,
+                    product_of([chunks, (1 + 8 / value_of(argument).dtype.itemsize) * nbytes_of(argument)]),
+                )
 
     def _alone(self, record: Record) -> bool:
         """Whether no compiler fuses the kernels of an operator with others'."""

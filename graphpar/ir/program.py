@@ -151,12 +151,11 @@ class ModelSource:
 
 
 @dataclass(eq=False)
-class Helper:
-    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
+class Function:
+    """A part of the root without parameters of its own, as a function."""
 
     name: str
     graph: fx.Graph
-    like: int | None = None  # the argument of which only the batch size and the device are used
 
     @property
     def __name__(self) -> str:
@@ -164,6 +163,21 @@ class Helper:
 
     def __call__(self, *arguments: Any) -> Any:
         return run_plain(self.graph, arguments)
+
+
+@dataclass(eq=False)
+class Helper(Function):
+    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
+
+    like: int | None = None  # the argument of which only the batch size and the device are used
+
+
+@dataclass(eq=False)
+class Chunked(Function):
+    """A function of rows, its first ``rows`` arguments, and others, that is a sum over them: it runs on ``tokens`` of them at a time."""
+
+    rows: int
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Sharding:
 
     ``decisions``: by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`). ``parameters``: types
     by name, on each axis. ``exchange``: the degree of the axis of replicas that hold different experts and send rows to each other,
-    which has no decisions (:mod:`graphpar.passes.sharding.exchange`).
+    which has no decisions (:mod:`graphpar.passes.sharding.exchange`). ``loss_chunk``: the tokens of which heads and losses are computed at
+    once (:mod:`graphpar.passes.loss_chunks`); 0: all.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Sharding:
     # Rules that were found by running operators.
     discovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     exchange: Mapping[str, int] = field(default_factory=dict)
+    loss_chunk: int = 0
 
     @property
     def all_degrees(self) -> dict[str, int]:
@@ -104,6 +106,7 @@ class Sharding:
             "undivided": list(self.undivided),
             "discovered": {operator: list(rules) for operator, rules in self.discovered.items()},
             "exchange": dict(self.exchange),
+            "loss_chunk": self.loss_chunk,
             "cost": dict(self.cost),
             "variants": dict(self.variants),
             "points": [[point.path, point.kind, point.position] for point in self.points],
@@ -151,10 +154,22 @@ class Sharding:
             data.strings("undivided"),
             data.listings("discovered", str) if data.has("discovered") else {},
             exchange,
+            data.get("loss_chunk", int) if data.has("loss_chunk") else 0,
         )
 
 
-_FIELDS = ("axes", "gap", "undivided", "discovered", "exchange", "cost", "variants", "points", "decisions")
+_FIELDS = (
+    "axes",
+    "gap",
+    "undivided",
+    "discovered",
+    "exchange",
+    "loss_chunk",
+    "cost",
+    "variants",
+    "points",
+    "decisions",
+)
 
 
 def _computed(stored: Mapping[str, Type], degrees: Mapping[str, int], exchange: Mapping[str, int]) -> dict[str, Type]:

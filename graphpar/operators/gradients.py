@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpar.ir.program import Block, Helper, Program, operator_name
+from graphpar.ir.program import Chunked, Helper, Program, operator_name
 from graphpar.operators.placement import results_of, sums
 from graphpar.runtime.option_kinds import TRAIN
 
@@ -29,7 +29,7 @@ def differentiable_nodes(program: Program) -> set[fx.Node]:
             block = program.block_of(node)
             key = block.name, frozenset(place for place, argument in enumerate(node.args) if argument in found)
             if key not in walked:
-                inside = _differentiable_inside(program, block, key[1])
+                inside = _differentiable_inside(program, block.graph, program.prefixes(block.name)[0], key[1])
                 found |= inside
                 walked[key] = [result in inside for result in block_results(block.graph)]
             if any(walked[key]):
@@ -44,6 +44,9 @@ def differentiable_nodes(program: Program) -> set[fx.Node]:
                 found.add(node)
         elif _differentiable(program, node, "", found):
             found.add(node)
+            if isinstance(node.target, Chunked):
+                given = frozenset(place for place, argument in enumerate(node.args) if argument in found)
+                found |= _differentiable_inside(program, node.target.graph, "", given)
     return found
 
 
@@ -54,12 +57,12 @@ def blocks_without_backward(program: Program) -> set[str]:
     return {str(node.target) for node in calls} - {str(node.target) for node in calls if node in found}
 
 
-def _differentiable_inside(program: Program, block: Block, given: frozenset[int]) -> set[fx.Node]:
-    """The values of a block that a gradient flows through, where one flows through the arguments ``given``."""
-    placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+def _differentiable_inside(program: Program, graph: fx.Graph, prefix: str, given: frozenset[int]) -> set[fx.Node]:
+    """The values of a block or function that a gradient flows through, where one flows through the arguments ``given``."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     found = {placeholders[place] for place in given}
-    for node in block.graph.nodes:
-        if _differentiable(program, node, program.prefixes(block.name)[0], found):
+    for node in graph.nodes:
+        if _differentiable(program, node, prefix, found):
             found.add(node)
     return found
 

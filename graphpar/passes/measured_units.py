@@ -101,12 +101,15 @@ class RankUnits:
     Args:
         program: the result of :func:`graphpar.passes.sharding.shard.shard`.
         degrees: ranks by axis.
+        like: those of a program with the same blocks.
     """
 
-    def __init__(self, program: Program, degrees: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, degrees: Mapping[str, int], like: RankUnits | None = None) -> None:
         self.program, self.degrees = program, degrees
         self._split_points: dict[tuple[SplitAt, ...], _SplitPoints] = {}
-        self._memories: dict[tuple[str, bool], _Memories] = {}  # equal units have equal ones, whatever else there is
+        self._memories: dict[tuple[str, bool], _Memories] = (
+            {} if like is None else like._memories
+        )  # equal units have equal ones, whatever else there is
         self._measured: dict[tuple[_How, _SplitPoints], _Measured] = {}
         self._units: dict[tuple[_How, tuple[SplitAt, ...], tuple[tuple[str, str], ...], bool], list[Unit]] = {}
 

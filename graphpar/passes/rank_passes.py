@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
+from graphpar.passes.loss_chunks import with_chunks
 from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.exchange import exchange_experts
 from graphpar.passes.sharding.flat_rows import with_rows
@@ -106,6 +107,12 @@ FINISHING = (
         "replicas that hold different experts send rows to each other",
         "check_exchange",
         run=lambda program, sharding, rows: _exchanged(program, sharding),
+    ),
+    RankPass(
+        "chunk_loss", "graphpar.passes.loss_chunks", ("exchange_experts",),
+        "a large head and the loss after it are computed for a chunk of tokens at a time",
+        "graphpar check and graphpar verify",
+        run=lambda program, sharding, rows: with_chunks(program, sharding.loss_chunk),
     ),
 )  # fmt: skip
 """After the rank's program is made."""

@@ -169,6 +169,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
         "assumed": {
             "optimizer": predicted.optimizer,
             "recompute": plan.recompute,
+            "loss_chunk": plan.sharding.loss_chunk,
             "operators": "fused by torch.compile (run with --compile); memory as without it"
             if plan.compile
             else "not fused",

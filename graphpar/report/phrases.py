@@ -203,6 +203,8 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         run.append(f"gradients summed in {data['reduce_dtype']}")
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {kinds_text(assumed['recompute'])}"]
+    if assumed["loss_chunk"]:
+        run.append(f"head and loss in chunks of {assumed['loss_chunk']:,} tokens")
     device = f"{assumed['device']} ({assumed['figures']})"
     if assumed.get("dropout") == "kernel":
         run.append("attention dropout drawn by kernels, with other masks than on one device")

@@ -426,6 +426,12 @@ class Request(Decisions):
         about="specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`; or the "
         ":class:`~pathlib.Path` of a file.",
     )
+    loss_chunk: int | Any = option(
+        ANY_COUNT, "tokens of which the head and the loss are computed at once; 0: all (default: where fewer take less memory)",
+        group="pins", metavar="TOKENS", about="tokens of which the head (the product that gives logits) and the loss are computed at once, "
+        "forward and gradients, so that the logits of all tokens never exist; 0 for all of them. By default a power of two from 1024 on, "
+        "where that takes less memory.",
+    )
     top: int | Any = option(
         ANY_COUNT, f"number of other plans to show, and why they lost (default: {SHOWN})", group="output", metavar="K", beside_plan=True,
         about="how many of the other plans ``plan.found`` holds.",

@@ -44,7 +44,7 @@ from graphpar.passes.sharding.exchange import check_shares, exchange_over, excha
 from graphpar.passes.sharding.pins import pin_nodes, points_of, variants_of
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.sequences import check_sequences
-from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
+from graphpar.passes.sharding.shard import Sharded, in_chunks, problem_of, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.tp_switches import with_switches
 from graphpar.passes.sharding.widened import of_a_replica
@@ -174,7 +174,7 @@ def _plan(
     zero = level_of(mesh, pins.zero)
     check_decisions(replace(pins, zero=zero), mesh, program.mode)
     found = pins.sharded or solve(
-        program, mesh, size, microbatches, pins.shard_plan, pins.cluster, pins.sp, pins.loss_parallel
+        program, mesh, size, microbatches, pins.shard_plan, pins.cluster, pins.sp, pins.loss_parallel, pins.loss_chunk
     )
     check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(pins, program)
@@ -250,8 +250,11 @@ def solve(
     cluster: Cluster | None = None,
     sp: bool | None = None,
     loss_parallel: bool | None = None,
+    loss_chunk: int | None = None,
 ) -> Sharded:
     """Search a placement of every tensor over ``mesh``, at the prices of ``cluster``, and derive the program that a rank runs.
+
+    ``loss_chunk``: tokens of which heads and losses are computed at once, 0 for all; None: as many as take less memory than all do.
 
     Raises:
         GraphparError: the shard plan is wrong, or can't be fulfilled.
@@ -262,7 +265,9 @@ def solve(
     annotated = time.perf_counter() - started
     experts = exchanged_parameters(program) if exchange else {}
     if not axes:
-        return sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None)
+        return in_chunks(
+            sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None), loss_chunk
+        )
     sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
     problem = problem_of(program, Sharding(axes, variants=variants, points=tuple(points)), microbatch)
@@ -294,7 +299,7 @@ def solve(
     check_shares(program, sharding)
     found = sharded(program, sharding, microbatch, problem)
     found.seconds["annotate"] = annotated
-    return found
+    return in_chunks(found, loss_chunk)
 
 
 def _given_points(points: Sequence[SplitAt]) -> str:

@@ -84,7 +84,9 @@ class Fitting:
             for choices in others:
                 pricing = self.prices.mixed(best.candidate, choices)
                 if max(self.prices.missing(pricing, best.layout)) <= 0 and pricing.step_s(best.layout) < step_s:
-                    each = replace(best, choices=choices, recompute=self._recompute(best.candidate, pricing, choices))
+                    recompute = self._recompute(best.candidate, pricing, choices)
+                    sharded = self.prices.chosen(best.candidate, choices)
+                    each = replace(best, choices=choices, recompute=recompute, sharded=sharded)
                     each = self.exactly(each)
                     step_s, found = (each.estimate.step_time_s, each) if each.fits else (step_s, found)
             if found is best:
@@ -174,11 +176,16 @@ class Fitting:
         split_points = tuple(
             point for start in layout.starts[1:] if (point := pricing.units[start].split_point) is not None
         )
-        sharded = self.prices.sharded(candidate.mesh, candidate.microbatch_size)
-        assert sharded is not None
+        sharded = self.prices.chosen(candidate, choices)
         estimate = mixed.estimate(layout, exact=False)
         return Priced(
-            candidate, layout, sharded, split_points, estimate, choices, self._recompute(candidate, pricing, choices)
+            candidate,
+            layout,
+            sharded,
+            split_points,
+            estimate,
+            choices,
+            self._recompute(candidate, pricing, choices),
         )
 
     def _recomputing(
@@ -224,7 +231,8 @@ class Fitting:
 
     def _recompute(self, candidate: Candidate, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""
-        recomputed, kinds = self.prices.recomputed(candidate), self.prices.space.kinds_beside(candidate.overlap_tp)
+        recomputed = self.prices.recomputed(candidate)
+        kinds = [kind for kind, _ in self.prices.kinds(candidate)]
         found = {
             path: recomputed[kind][path]
             for unit, kind in zip(pricing.units, choices)

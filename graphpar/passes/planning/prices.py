@@ -24,11 +24,12 @@ from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program
+from graphpar.ir.program import Chunked, Program
 from graphpar.ir.recomputation import GATHERS
 from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import gather_dtype
 from graphpar.passes.kernel_dropout import with_dropout
+from graphpar.passes.loss_chunks import Head, heads_of
 from graphpar.passes.normalize.coupled import program_mesh
 from graphpar.passes.planning.candidates import Candidate
 from graphpar.passes.planning.choose import solve
@@ -37,9 +38,10 @@ from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.space import Space
 from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
-from graphpar.passes.sharding.shard import Sharded
+from graphpar.passes.sharding.shard import Sharded, in_chunks
 from graphpar.passes.split import positions_of
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import Recompute
 from graphpar.runtime.options import Decisions, prefetching
 from graphpar.runtime.records import DTYPES
 from graphpar.runtime.schedule_records import get_schedule
@@ -64,7 +66,10 @@ class CandidatePrices:
         self.dtype = dominant_dtype(self.program)
         self._sharded: dict[tuple[Mesh, int, str], Sharded | None] = {} if like is None else like._sharded
         self._hides: dict[Sharded, bool] = {}
-        self._recomputed: dict[bool, tuple[Mapping[str, str], ...]] = {}
+        self._chunked: dict[Sharded, Sharded] = {}
+        self._heads: dict[Sharded, list[Head]] = {}
+        self._saves: dict[tuple[Sharded, int], bool] = {}
+        self._recomputed: dict[tuple[bool, bool], tuple[Mapping[str, str], ...]] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._savings: dict[tuple[object, ...], UnitSavings] = {}
@@ -75,11 +80,43 @@ class CandidatePrices:
 
     def recomputed(self, candidate: Candidate) -> tuple[Mapping[str, str], ...]:
         """Return for each kind of recomputation that a candidate may use that of each block, by path."""
-        beside = candidate.overlap_tp
-        if beside not in self._recomputed:
-            kinds = self.space.kinds_beside(beside)
-            self._recomputed[beside] = tuple(recomputed_blocks(self.program, kind) for kind in kinds)
-        return self._recomputed[beside]
+        key = candidate.overlap_tp, self._in_chunks(candidate)
+        if key not in self._recomputed:
+            self._recomputed[key] = tuple(recomputed_blocks(self.program, kind) for kind, _ in self.kinds(candidate))
+        return self._recomputed[key]
+
+    def kinds(self, candidate: Candidate) -> list[tuple[Recompute, bool]]:
+        """Return what a candidate's units may keep, the most first: the kind of recomputation of their blocks, and whether heads and losses
+        are computed in chunks of tokens."""
+        first, *others = self.space.kinds_beside(candidate.overlap_tp)
+        chunks = self._in_chunks(candidate)
+        return [(first, False), *([(first, True)] if chunks else []), *((kind, chunks) for kind in others)]
+
+    def _in_chunks(self, candidate: Candidate) -> bool:
+        """Whether heads and losses take less memory in chunks of tokens, and may."""
+        rows = candidate.microbatch_size
+        sharded = None if self.space.pins.loss_chunk is not None else self.sharded(candidate.mesh, rows)
+        if sharded is None:
+            return False
+        if sharded not in self._heads:
+            self._heads[sharded] = heads_of(sharded.local)
+        if (sharded, rows) not in self._saves:
+            self._saves[sharded, rows] = any(head.saves(rows) for head in self._heads[sharded])
+        return self._saves[sharded, rows]
+
+    def chunked(self, sharded: Sharded) -> Sharded:
+        """Return the program of a rank with its heads and losses in chunks."""
+        if sharded not in self._chunked:
+            self._chunked[sharded] = in_chunks(sharded, min(head.chunk for head in self._heads[sharded]))
+        return self._chunked[sharded]
+
+    def chosen(self, candidate: Candidate, choices: Sequence[int]) -> Sharded:
+        """Return the program of a rank whose units keep what ``choices`` say, numbers of :meth:`kinds`."""
+        sharded, kinds = self.sharded(candidate.mesh, candidate.microbatch_size), self.kinds(candidate)
+        assert sharded is not None
+        units = self.mixed(candidate, choices).units if any(choices) else ()
+        calls = (node for unit, kind in zip(units, choices) if kinds[kind][1] for node in unit.stage.graph.nodes)
+        return self.chunked(sharded) if any(isinstance(node.target, Chunked) for node in calls) else sharded
 
     def units(self, candidate: Candidate, run: Execution | None = None, kind: int = 0) -> list[Unit] | None:
         """Return the units of a rank that runs a candidate as ``run`` says; None where the model can't be sharded so, can't run such
@@ -88,9 +125,10 @@ class CandidatePrices:
         beside = candidate.overlap_tp and self.space.pins.overlap_tp is None
         if sharded is None or (beside and not self._can_hide(sharded)):
             return None
-        gathers = self.space.kinds_beside(candidate.overlap_tp)[kind] == GATHERS
-        if gathers and program_mesh(self.program, candidate.mesh).size == 1:
+        how, chunked = self.kinds(candidate)[kind]
+        if how == GATHERS and program_mesh(self.program, candidate.mesh).size == 1:
             kind = 0  # nothing is gathered
+        sharded = self.chunked(sharded) if chunked else sharded
         run = replace(run or self.run_of(candidate), blocks=tuple(self.recomputed(candidate)[kind].items()))
         return sharded.units.of(run, device=self.cluster.device.kind, required=candidate.split_points or ())
 
@@ -111,7 +149,15 @@ class CandidatePrices:
                 size = self.space.middle_size(compute) if self.program.symbolic else rows
                 pins = self.space.pins
                 self._sharded[key] = solve(
-                    self.program, compute, size, 1, pins.shard_plan, self.cluster, pins.sp, pins.loss_parallel
+                    self.program,
+                    compute,
+                    size,
+                    1,
+                    pins.shard_plan,
+                    self.cluster,
+                    pins.sp,
+                    pins.loss_parallel,
+                    pins.loss_chunk or 0,
                 )
             except GraphparError as error:
                 self._sharded[key] = None
@@ -140,7 +186,8 @@ class CandidatePrices:
         mesh, overlap = candidate.mesh, candidate.overlap_tp
         size = 0 if self.program.symbolic else candidate.microbatch_size
         state = candidate.zero, candidate.reshard
-        key = mesh, state, size, candidate.split_points, kind, self._joined(candidate), overlap
+        how = self._joined(candidate), overlap, kind > 0 and self._in_chunks(candidate)
+        key = mesh, state, size, candidate.split_points, kind, how
         if key not in self._pricings:
             run = self.run_of(candidate)
             units = self.units(candidate, run, kind)

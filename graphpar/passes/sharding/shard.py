@@ -6,10 +6,11 @@ Program + Sharding ──PREPARING──► build_problem ──lower──► c
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
+from graphpar.passes.loss_chunks import chunk_of, with_chunks
 from graphpar.passes.measured_units import RankUnits
 from graphpar.passes.rank_passes import FINISHING, SHARD, RankPass, Seen, prepared
 from graphpar.passes.sharding.check_types import check_types
@@ -40,6 +41,15 @@ class Sharded:
     def serves(self, program: Program, sharding: Sharding, rows: int) -> bool:
         """Return whether this is what :func:`sharded` would return for these."""
         return self.program is program and self.sharding == sharding and (program.symbolic or self.rows == rows)
+
+
+def in_chunks(found: Sharded, tokens: int | None) -> Sharded:
+    """Return ``found`` with its heads and losses in chunks of so many tokens, 0 for none; None: where these take less memory."""
+    tokens = chunk_of(found.local, found.rows) if tokens is None else tokens
+    if not tokens:
+        return found
+    sharding, local = replace(found.sharding, loss_chunk=tokens), with_chunks(found.local, tokens)
+    return replace(found, sharding=sharding, local=local, units=RankUnits(local, sharding.all_degrees, found.units))
 
 
 def problem_of(program: Program, sharding: Sharding, rows: int, seen: Seen | None = None) -> Problem | None:
