@@ -29,6 +29,7 @@ from graphpar.runtime.option_kinds import (
     EITHER,
     FILE,
     FLAG,
+    GENERATE,
     LEVEL,
     OFFLOADED,
     PREFETCH,
@@ -209,6 +210,8 @@ def _legal_on_tp(name: str) -> Callable[[bool, Decisions, Mesh, str], None]:
     def legal(value: bool, given: Decisions, mesh: Mesh, mode: str) -> None:
         if value and mesh.tp == 1:
             raise GraphparError(f"{name} says how tp shards; give mesh tp=2 or more, or leave it out.")
+        if value and mode == GENERATE:
+            raise GraphparError(f"{name} is for training and inference; generation computes a token at a time.")
 
     return legal
 
