@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.runtime import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.stages.model_outputs import _sums
 from tests.ranks import model_outputs_script
 from tests.tools.rank_pool import RankPool
 
@@ -175,6 +177,16 @@ def run(pool: RankPool, root: Path, cases: dict[str, dict[str, Any]], nproc: int
 
 def test_outputs_metrics_and_losses_of_microbatches(tmp_path: Path, pool: RankPool) -> None:
     run(pool, tmp_path, PAIRS, 2)
+
+
+def test_what_a_metric_returns_says_how_it_adds_up() -> None:
+    assert _sums("m", (torch.tensor(3), 4)) == (3.0, 4.0)
+    assert _sums("m", torch.tensor([1, 2, 3])) == (6.0, 3.0)
+    assert _sums("m", torch.tensor(5)) == (5.0, None)
+    with pytest.raises(RuntimeProgramError, match="metric m returned a tensor of 2 dims; it must return a total"):
+        _sums("m", torch.ones(2, 2))
+    with pytest.raises(RuntimeProgramError, match="metric m returned a float"):
+        _sums("m", 0.5)
 
 
 @pytest.mark.slow

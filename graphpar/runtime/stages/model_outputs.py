@@ -161,7 +161,8 @@ def _check(
         near = near_match(unknown[0], has) if unknown else ""
         raise RuntimeProgramError(
             f"the program has no {which}: of what the model returns it has that of which it computes the loss, "
-            f"{', '.join(has) or 'nothing'}.{near} Compile the model with --mode infer for the rest."
+            f"{', '.join(has) or 'nothing'}.{near} Compile the model with --mode infer for the rest, or with --loss-chunk 0 for logits "
+            "that the loss takes in chunks."
         )
     taken = [name for name in metrics if name in ("loss", *has)]
     if taken:
