@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted import chunks, collectives, kv_cache
+from graphpar.emitted import chunks, collectives, kv_cache, packed_attention
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Chunked
 from graphpar.operators.functions import OPERATORS, plain_apply
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, even_experts: bool) -> Any:
@@ -27,8 +29,10 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if target in OPERATORS:
         made = plain_apply(OPERATORS[target].function, *OPERATORS[target].given(args))
         return made[0] if OPERATORS[target].alone else made
-    if target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
+    if target is _SDPA and device == "cuda":
         return _attention_on_cuda(*args, **kwargs)
+    if target is packed_attention.packed_attention:  # whose documents nobody knows yet
+        return call_on_fakes(_SDPA, (*args[:3], None, 0.0, True), kwargs, device, even_experts)
     if target is kv_cache.cached_attention and device == "cuda":
         return _cached_attention_on_cuda(*args, **kwargs)
     if kwargs.get("kernel"):

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from graphpar.emitted import collectives
+from graphpar.emitted import packed_attention as emitted_packed
 from graphpar.emitted import parallel_products as products
 from graphpar.emitted import ring_attention as emitted_ring
 from graphpar.ir.program import operator_name, value_of
@@ -126,6 +127,9 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
         if value_of(extra).ndim == 1 and operator_name(node) == "dropout_attention":
             texts.append(names[node.kwargs.get("batch_dim", 0)])  # type: ignore[index]  # the keys of the random streams
             continue
+        if operator_name(node) == "packed_attention":  # the first and last key of each query
+            texts.append("1 q" if sizes_of(extra)[0] == (1, 0) else "b0 q")
+            continue
         sizes = sizes_of(extra)
         aligned = names[len(names) - len(sizes) :]
         texts.append(" ".join("1" if size == (1, 0) else name for size, name in zip(sizes, aligned)))
@@ -206,6 +210,34 @@ def _attention_of_parts(
 ) -> Tensor:
     key, value = (x if length is None else x.narrow(2, 0, length) for x in (key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _packed_of_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    keys = torch.arange(key.size(2), device=key.device)
+    shown = (keys >= first.unsqueeze(2)) & (keys <= last.unsqueeze(2))
+    return F.scaled_dot_product_attention(query, key, value, shown.unsqueeze(1), scale=scale, enable_gqa=enable_gqa)
+
+
+def _starts_of_parts(documents: Tensor) -> Tensor:
+    return (documents.unsqueeze(2) > documents.unsqueeze(1)).sum(2)
+
+
+def _spans(begins: Tensor) -> tuple[Tensor, Tensor]:
+    """What each position sees of documents that begin where ``begins`` is 1."""
+    return _starts_of_parts(begins.cumsum(1)), torch.arange(begins.size(1)).unsqueeze(0)
+
+
+def document_starts(node: fx.Node) -> Rule:
+    """Each row by itself."""
+    return Rule((("row", "position"),), (("row", "position"),), frozenset({"position"}))
 
 
 def _embedding_of_parts(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -413,6 +445,17 @@ RECORDS: dict[str, Record] = {
         ),
     )),
     "cached_attention": Record(Kind.ATTENTION, placements=attention),
+    "packed_attention": Record(Kind.ATTENTION, placements=attention, composite=Composite(
+        emitted_packed.packed_attention, _packed_of_parts, samples=(
+            lambda draw: (
+                (draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), *_spans(draw(2, 8, below=2))), {"enable_gqa": True}
+            ),
+            lambda draw: ((draw(2, 4, 3, 6), draw(2, 4, 8, 6), draw(2, 4, 8, 6), *(x[:, 5:] for x in _spans(draw(2, 8, below=2)))), {}),
+        ),
+    )),
+    "document_starts": Record(Kind.SCAN, document_starts, composite=Composite(
+        emitted_packed.document_starts, _starts_of_parts, samples=(lambda draw: ((draw(3, 9, below=2).cumsum(1),), {}),)
+    )),
     "embedding": Record(
         Kind.LOOKUP, embedding, module="Embedding",
         spelling=(write.function("F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"),),

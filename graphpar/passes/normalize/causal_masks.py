@@ -94,12 +94,15 @@ class Masks:
 
     Attributes:
         program: the program whose graph the masks are in.
+        spans: by the numbers of documents, the first and the last position that each one sees, see
+            :mod:`graphpar.passes.normalize.packed_masks`.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._lengths: dict[int, _Values] = {}
         self._known: dict[fx.Node, int | None] = {}
+        self.spans: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
     def is_causal(self, mask: fx.Node, length: int | str) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.

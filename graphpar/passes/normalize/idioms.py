@@ -7,6 +7,7 @@
     silu(gate) * up                                              swiglu(gate, up)
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
+    attention with a mask of packed documents                    packed_attention(q, k, v, first, last)
     x * cos + rotate_half(x) * sin                               apply_rotary(x, cos, sin)
     view_as_real(view_as_complex(x) * polar(1, angles))          apply_rotary(x, table.real, table.imag, interleaved=True)
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left
@@ -33,6 +34,7 @@ from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import Pattern, call, matches
 from graphpar.passes.normalize.norm_idioms import LAYER_NORM, RMS_NORM, SOFTMAX, layer_norm, rms_norm, softmax
+from graphpar.passes.normalize.packed_masks import packed_attention
 from graphpar.passes.normalize.pointwise_idioms import activation, composite, composite_patterns
 from graphpar.passes.normalize.rotary_idioms import rotary
 from graphpar.passes.normalize.simplify import remove_dead_code
@@ -67,6 +69,7 @@ IDIOMS = (
         "attention", "attention in products and softmax", "F.scaled_dot_product_attention", call("matmul bmm"), plain_attention
     ),
     Idiom("is_causal", "causal masks", "is_causal=True", _ATTENTION, causal_attention),
+    Idiom("packed", "masks of documents", "packed_attention", _ATTENTION, packed_attention),
     Idiom("enable_gqa", "repeated keys and values", "enable_gqa=True", _ATTENTION, grouped_heads),
     Idiom(
         "rotary", "rotary position embeddings", "apply_rotary", tuple(map(call, (Kind.POINTWISE, Kind.MOVE, Kind.RESHAPE))), rotary
