@@ -3,8 +3,8 @@
     documents   0 0 0 1 1 2 2 2        a number for each position, which never falls
     first       0 0 0 3 3 5 5 5        where its document starts: position i attends to positions first[i] to last[i], which is i
 
-On CPUs each document is a call of torch's attention, on GPUs all are one call of its flash kernel in 16 bits. Where neither can be (queries
-that are a part of the sequence, compiled blocks) the mask is made.
+Documents of about one length are a batch of their own: a call of torch's causal attention for each power of two, at whose end shorter ones
+are filled up with what no query sees. Where queries are a part of the sequence, and in compiled blocks, the mask is made.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_spans = WeakTensorKeyDictionary()
-"""The lengths of the documents of each row, by ``first``: layers share it."""
+_batches = WeakTensorKeyDictionary()
+"""What :func:`_by_length` returned, by ``first``: layers share it."""
 
 
 def document_starts(documents: Tensor) -> Tensor:
@@ -37,48 +37,45 @@ def packed_attention(
     query [b, h, q, e], key [b, g, k, e], value [b, g, k, f], first and last [b or 1, q] -> [b, h, q, f]
     """
     if query.size(2) == key.size(2) and type(first) is Tensor and not torch.compiler.is_compiling():
-        if query.device.type == "cpu":
-            return _by_document(query, key, value, _lengths(first, query.size(0)), scale, enable_gqa)
-        if query.device.type == "cuda" and query.itemsize == 2 and query.size(3) == value.size(3) <= 256:
-            return _by_flash(query, key, value, _lengths(first, query.size(0)), scale)
+        return _by_document(query, key, value, first, scale, enable_gqa)
     keys = torch.arange(key.size(2), device=key.device)
     shown = (keys >= first.unsqueeze(2)) & (keys <= last.unsqueeze(2))
     return F.scaled_dot_product_attention(query, key, value, shown.unsqueeze(1), scale=scale, enable_gqa=enable_gqa)
 
 
-def _lengths(first: Tensor, rows: int) -> list[list[int]]:
-    """Return the lengths of the documents of each row. Waits for the device, once for all layers."""
-    if first not in _spans:
-        begins = (first == torch.arange(first.size(1), device=first.device)).tolist()
-        ends = [[i for i, begin in enumerate(row) if begin] + [first.size(1)] for row in begins]
-        _spans[first] = [[end - begin for begin, end in itertools.pairwise(row)] for row in ends]
-    found: list[list[int]] = _spans[first]
-    return found * rows if len(found) == 1 else found
-
-
 def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]], scale: float | None, enable_gqa: bool
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float | None, enable_gqa: bool
 ) -> Tensor:
+    if first not in _batches:
+        _batches[first] = _by_length(first.expand(query.size(0), -1))
+    batches, places = _batches[first]
+    heads = [x.size(1) for x in (query, key, value)]
+    rows = [x.transpose(1, 2).flatten(2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads * width]
     results = []
-    for row in zip(query.unbind(0), key.unbind(0), value.unbind(0), lengths):
-        documents = zip(*(x.split(row[3], 1) for x in row[:3]))
-        each = [
-            F.scaled_dot_product_attention(
-                q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
-            for q, k, v in documents
-        ]
-        results.append(torch.cat(each, 2))
-    return torch.cat(results)
+    for size, batch in batches:
+        q, k, v = (
+            x.index_select(0, batch).view(-1, size, count, x.size(1) // count).transpose(1, 2)
+            for x, count in zip(rows, heads)
+        )
+        each = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        results.append(each.transpose(1, 2).flatten(2).flatten(0, 1))
+    result = torch.cat(results).index_select(0, places)
+    return result.view(query.size(0), query.size(2), query.size(1), -1).transpose(1, 2)
 
 
-def _by_flash(query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]], scale: float | None) -> Tensor:
-    ends = torch.tensor([0] + [length for row in lengths for length in row]).cumsum(0)
-    ends = ends.to(torch.int32).to(query.device, non_blocking=True)
-    longest = max(max(row) for row in lengths)
-    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    result: Tensor = torch.ops.aten._flash_attention_forward(
-        *rows, ends, ends, longest, longest, 0.0, True, False, scale=scale
-    )[0]
-    result = result.unflatten(0, (query.size(0), -1))
-    return result.transpose(1, 2)
+def _by_length(first: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
+    """Return batches of documents of about one length: it, and the positions of all rows, one after the other, that are theirs, the last of
+    a shorter document again; and where each position is among all of them [b * s]. Waits for the device, once for all layers."""
+    length, device = first.size(1), first.device
+    begins = (first.cpu() == torch.arange(length)).flatten().nonzero().flatten().tolist()
+    batches: dict[int, list[range]] = {}
+    for begin, end in itertools.pairwise([*begins, first.numel()]):
+        batches.setdefault(min(length, 1 << (end - begin - 1).bit_length()), []).append(range(begin, end))
+    positions, places, before = [], torch.empty(first.numel(), dtype=torch.int64), 0
+    for size, documents in sorted(batches.items()):
+        taken = [place for each in documents for place in (*each, *[each[-1]] * (size - len(each)))]
+        positions.append((size, torch.tensor(taken, device=device)))
+        for each in documents:
+            places[each.start : each.stop] = torch.arange(before, before + len(each))
+            before += size
+    return positions, places.to(device)

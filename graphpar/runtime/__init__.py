@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphpar.runtime.training.data import TokenDataset, first_batches, load, pad
     from graphpar.runtime.training.log import Log
     from graphpar.runtime.training.loop import RandomExamples, Training, batches, check_first_step
+    from graphpar.runtime.training.packing import PackedDataset
 
 _MODULES = {
     "AgreedError": "errors",
@@ -27,6 +28,7 @@ _MODULES = {
     "LaunchError": "errors",
     "Log": "training.log",
     "Manifest": "manifest",
+    "PackedDataset": "training.packing",
     "Pipeline": "pipeline",
     "RandomExamples": "training.loop",
     "Ranks": "distributed",
@@ -55,6 +57,7 @@ __all__ = [
     "LaunchError",
     "Log",
     "Manifest",
+    "PackedDataset",
     "Pipeline",
     "RandomExamples",
     "Ranks",

@@ -57,7 +57,11 @@ def _results(function: Any, sample: Sample) -> list[Tensor]:
         lambda x: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x, sample(_draw)
     )
     made = tree_leaves(function(*operands, **options))
-    gradients = torch.autograd.grad([result.square().sum() for result in made], operands[:1]) if operands[0].is_floating_point() else ()
+    gradients = (
+        torch.autograd.grad([result.square().sum() for result in made], operands[:1])
+        if operands[0].is_floating_point()
+        else ()
+    )
     return [*made, *gradients]
 
 

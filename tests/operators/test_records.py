@@ -50,7 +50,7 @@ _WITHOUT = (
     "scaled_dot_product_attention send_rows special_polygamma stft swapaxes swapdims sym_constrain_range sym_constrain_range_for_size "
     "sym_float sym_int sym_size sync_batch_norm tril_indices triu_indices truediv unique_consecutive unique_dim unsafe_chunk "
     "unsafe_split upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d vdot "
-    "vocab_cross_entropy vocab_embedding zeros cached_attention last window "
+    "vocab_cross_entropy vocab_embedding zeros cached_attention last window packed_attention document_starts "
 )
 _SAMPLED = {*TABLE, "addcmul", "lerp"} - set(_WITHOUT.split()) - {n for n, each in COMPOSITES.items() if each.composed}
 """Names of operators of which there are samples; known here, so that nobody makes these to list the tests."""
@@ -401,7 +401,15 @@ def _of_python() -> set[str]:
 def _emitted() -> set[str]:
     texts = [
         (ROOT / "graphpar" / "emitted" / f"{name}.py").read_text()
-        for name in ("collectives", "gated", "kv_cache", "parallel_products", "ring_attention", "rotary")
+        for name in (
+            "collectives",
+            "gated",
+            "kv_cache",
+            "packed_attention",
+            "parallel_products",
+            "ring_attention",
+            "rotary",
+        )
     ]
     return {node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
 

@@ -190,6 +190,47 @@ def _with_plain_errors(loader: DataLoader[Any]) -> Iterator[dict[str, Tensor]]:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
+class TokenFiles:
+    """Files of tokens, mapped into memory.
+
+    Attributes:
+        files: those of the path that are held out, or all others; ``tokens``: of each.
+        apart: whether what is held out is files of its own, those of a folder whose names begin with ``val``.
+
+    Raises:
+        RuntimeProgramError: there are no such files, or they have other tokens.
+    """
+
+    def __init__(self, path: str | Path, vocabulary: int, held_out: bool) -> None:
+        self._vocabulary = vocabulary
+        files = _files(Path(path))
+        apart = [file for file in files if file.stem.startswith("val")] if len(files) > 1 else []
+        self.apart = bool(apart)
+        self.files = [file for file in files if (file in apart) is held_out] if apart else files
+        self.tokens = [_tokens(file, vocabulary) for file in self.files]
+
+    def kept(self, count: int, held_out: bool) -> range:
+        """Return which of so many examples, in order, are those that are held out, or the others."""
+        kept = count - max(1, count // HELD_OUT) if not self.apart and count > 1 else count
+        return range(kept, count) if held_out and not self.apart else range(kept)
+
+    def read(self, file: int, begin: int, count: int) -> Tensor:
+        """Read at most so many tokens of a file, as int64."""
+        values = np.asarray(self.tokens[file][begin : begin + count]).astype(np.int64)
+        if (largest := int(values.max())) >= self._vocabulary or int(values.min()) < 0:
+            raise RuntimeProgramError(
+                f"{self.files[file]} has token {largest if largest >= self._vocabulary else int(values.min())} between {begin} and "
+                f"{begin + len(values)}; the model knows {self._vocabulary}"
+            )
+        return torch.from_numpy(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tokens": None}  # a memory map would be copied to a worker that is not a fork
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, tokens=[_tokens(file, state["_vocabulary"]) for file in state["files"]])
+
+
 class TokenDataset(Dataset[dict[str, Tensor]]):
     """A language model's examples: sequences of ``length`` tokens, cut from files one after the other.
 
@@ -223,22 +264,22 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         dtype: torch.dtype = torch.int64,
         held_out: bool = False,
     ) -> None:
-        self._length, self._vocabulary, self._dtype = length, vocabulary, dtype
+        self._length, self._dtype = length, dtype
         self._ids, self._labels, self._ahead = ids, labels, ahead if labels is not None else 0
-        files = _files(Path(path))
-        apart = [file for file in files if file.stem.startswith("val")] if len(files) > 1 else []
-        self.files = [file for file in files if (file in apart) is held_out] if apart else files
-        self._tokens = [_tokens(file, vocabulary) for file in self.files]
+        self._source = TokenFiles(path, vocabulary, held_out)
         self._pieces: list[int] = []  # of each file
-        for tokens in self._tokens:
+        for tokens in self._source.tokens:
             whole = max(0, (len(tokens) - self._ahead) // length)
             self._pieces.append(whole + (padded and labels is not None and len(tokens) - whole * length > 1))
-        pieces = sum(self._pieces)
-        if not pieces:
-            sizes = sum(map(len, self._tokens))
+        if not (pieces := sum(self._pieces)):
+            sizes = sum(map(len, self._source.tokens))
             raise RuntimeProgramError(f"{path} has {sizes} tokens, too few for a sequence of {length}")
-        kept = pieces - max(1, pieces // HELD_OUT) if not apart and pieces > 1 else pieces
-        self._range = range(kept, pieces) if held_out and not apart else range(kept)
+        self._range = self._source.kept(pieces, held_out)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it reads."""
+        return self._source.files
 
     def __len__(self) -> int:
         return len(self._range)
@@ -247,22 +288,9 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         file, piece = 0, self._range[index]
         while piece >= self._pieces[file]:
             file, piece = file + 1, piece - self._pieces[file]
-        begin = piece * self._length
-        values = np.asarray(self._tokens[file][begin : begin + self._length + self._ahead]).astype(np.int64)
-        if (largest := int(values.max())) >= self._vocabulary or int(values.min()) < 0:
-            raise RuntimeProgramError(
-                f"{self.files[file]} has token {largest if largest >= self._vocabulary else int(values.min())} between {begin} and "
-                f"{begin + len(values)}; the model knows {self._vocabulary}"
-            )
-        tokens = torch.from_numpy(values)
+        tokens = self._source.read(file, piece * self._length, self._length + self._ahead)
         labels = {} if self._labels is None else {self._labels: pad(tokens[self._ahead :], self._length)}
         return {**labels, self._ids: pad(tokens[: self._length], self._length, 0).to(self._dtype)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None}  # a memory map would be copied to a worker that is not a fork
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tokens=[_tokens(file, state["_vocabulary"]) for file in state["files"]])
 
 
 def pad(values: Tensor, length: int, filler: int = IGNORED) -> Tensor:
