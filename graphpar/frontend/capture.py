@@ -366,7 +366,7 @@ def _trace_static(
         reasons.append(reason)
         if reason is None:
             break
-    if len(reasons) > 1 and request.literals is not None and not request.literals.followed:
+    if reason and len(reasons) > 1 and request.literals is not None and not request.literals.followed:
         reason = reasons[-2]  # with sizes that follow it comes further than without, in the last attempt
     program = to_program(request, exported, regions, symbolic=False, size=size)
     program.unsplittable = reason
