@@ -36,7 +36,8 @@ def packed_attention(
 
     query [b, h, q, e], key [b, g, k, e], value [b, g, k, f], first and last [b or 1, q] -> [b, h, q, f]
     """
-    if query.size(2) == key.size(2) and type(first) is Tensor and not torch.compiler.is_compiling():
+    known = type(first) is Tensor and not first.is_meta and not torch.compiler.is_compiling()
+    if known and query.size(2) == key.size(2):
         return _by_document(query, key, value, first, scale, enable_gqa)
     keys = torch.arange(key.size(2), device=key.device)
     shown = (keys >= first.unsqueeze(2)) & (keys <= last.unsqueeze(2))

@@ -381,6 +381,8 @@ class _Region:
     def _flat(self, argument: fx.Node, made: fx.Node) -> fx.Node:
         last = value_of(argument).ndim - value_of(made).ndim
         if not last:
+            if argument.op == "call_function" and len(argument.users) == 1 and "transition" not in argument.meta:
+                argument.meta["name"] = str(made.target)  # and not that of the line of the loss
             return argument
         flat = self.graph.call_function(_aten.flatten.using_ints, (argument, 0, last))
         flat.meta = {**made.meta, **self.place}

@@ -138,5 +138,6 @@ def test_a_document_sees_nothing_of_another() -> None:
     whole = packed_attention(query, key, value, first, last)
     alone = [F.scaled_dot_product_attention(*(x[:1, :, 3:5] for x in (query, key, value)), is_causal=True)]
     torch.testing.assert_close(whole[:1, :, 3:5], alone[0])
+    assert packed_attention(*(x.to("meta") for x in (query, key, value, first, last))).shape == whole.shape
     part = packed_attention(query[:, :, 4:], key, value, first[:, 4:], last[:, 4:])  # queries of another rank
     torch.testing.assert_close(part, whole[:, :, 4:])
