@@ -583,7 +583,7 @@ def test_what_autocast_does_inside_of_a_recurrent_layer_is_refused_with_its_plac
             with torch.autocast("cpu", torch.bfloat16):
                 return self.cell(x)[0].float()
 
-    with pytest.raises(gp.GraphparError, match=r"Autocast computes aten.gru.input \(test_normalize.py:\d+\)"):
+    with pytest.raises(gp.GraphparError, match=r"Autocast computes aten.gru.input \(cell, test_normalize.py:\d+\)"):
         gp.export(Recurrent(), (X,), loss_fn=F.mse_loss, targets=(T,))
 
 
