@@ -37,7 +37,7 @@ class _InChunks(torch.autograd.Function):
                 loss = function(*piece, *leaves[count:])
             losses.append(loss.detach())
             variables = [piece[place] if place < count else leaves[place] for place in wanted]
-            found = list(torch.autograd.grad(loss, variables)) if wanted else []
+            found = list(torch.autograd.grad(loss, variables, materialize_grads=True)) if wanted else []
             del piece, loss, variables  # before the next chunk's
             for place in wanted:
                 if place < count:

@@ -194,7 +194,7 @@ class _Region:
         self.program, self.graph, self.body = program, graph, fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.classes: dict[fx.Node, int] = {}
-        self.rows: dict[fx.Node, fx.Node] = {}
+        self.rows: dict[tuple[fx.Node, bool], fx.Node] = {}  # by whether they have classes
         self.whole: dict[fx.Node, fx.Node] = {}
         self.names: set[str] = set()
         self.tokens = _elements(_shape(value_of(product))[:-1])
@@ -251,7 +251,8 @@ class _Region:
         """A linear function of sums over tokens is one."""
         name = operator_name(node)
         linear = name in ("add", "sub") and len(operands) == len(node.args) and not node.kwargs
-        scaled = name in ("mul", "div") and len(operands) == 1 and (name == "mul" or node.args[0] is operands[0])
+        once = sum(argument in self.made for argument in node.args if isinstance(argument, fx.Node)) == 1
+        scaled = name in ("mul", "div") and once and (name == "mul" or node.args[0] is operands[0])
         if not (linear or (scaled and not node.kwargs) or name in ("neg", "to")) or value_of(node).ndim:
             return False
         return self._along(node, SCALAR, SCALAR)
@@ -291,23 +292,29 @@ class _Region:
         return row is not None
 
     def _along(self, node: fx.Node, at: int, after: int) -> bool:
-        """An operator that computes each row of the same row."""
-        known = {a: self.made.get(a) or self._beside(a, at, value_of(node)) for a in node.all_input_nodes}
+        """An operator that computes each row of the same row: dims of tokens are the same of all that it takes and gives."""
+        inside = [argument for argument in node.all_input_nodes if argument in self.made]
+        tokens = _tokens_of(inside[0], at)
+        if any(_tokens_of(each, at) != tokens for each in inside) or (
+            at != SCALAR and _tokens_of(node, after) != tokens
+        ):
+            return False
+        known = {a: self.made.get(a) or self._beside(a, at, inside[0]) for a in node.all_input_nodes}
         if None in known.values():
             return False
         self._add(node, known.get, after)
         return True
 
-    def _beside(self, argument: fx.Node, at: int, result: Tensor) -> fx.Node | None:
-        """An operand from outside: a number, one number a class, or rows."""
+    def _beside(self, argument: fx.Node, at: int, other: fx.Node) -> fx.Node | None:
+        """An operand from outside: a number, one number a class, or rows as ``other`` has them."""
         value = value_of(argument)
-        if not isinstance(value, Tensor) or at == SCALAR:
+        if not isinstance(value, Tensor) or value.ndim == 0 or at == SCALAR:
             return self._other(argument) if isinstance(value, Tensor) and value.ndim == 0 else None
-        if value.ndim == 0 or (value.ndim == 1 and at == result.ndim - 1 and _elements(_shape(value)) != self.tokens):
+        last = value_of(other).ndim - 1
+        if value.ndim == 1 and at == last > 0:
             return self._other(argument)
-        if at == ROWS:
-            return self._row(argument, ROWS)
-        return self._row(argument, at) if at == value.ndim - 1 else None
+        alike = value.ndim == last + 1 and _tokens_of(argument, at) == _tokens_of(other, at)
+        return self._row(argument, at) if alike and at in (ROWS, last) else None
 
     # ---- the function ----
 
@@ -317,9 +324,10 @@ class _Region:
         shape = _shape(value)
         if _elements(shape[:at] if at >= 0 else shape) != self.tokens:
             return None
-        if argument not in self.rows:
-            self.rows[argument] = self._described(self._argument(name or value_name(argument)), argument, at)
-        return self.rows[argument]
+        key = argument, at >= 0
+        if key not in self.rows:
+            self.rows[key] = self._described(self._argument(name or value_name(argument)), argument, at)
+        return self.rows[key]
 
     def _other(self, argument: fx.Node) -> fx.Node:
         if argument not in self.whole:
@@ -372,7 +380,7 @@ class _Region:
         assert self.end is not None
         self.body.output(self.made[self.end])
         with self.graph.inserting_before(self.end):
-            rows = [self._flat(argument, made) for argument, made in self.rows.items()]
+            rows = [self._flat(argument, made) for (argument, _), made in self.rows.items()]
             made = Chunked(name, _in_order(self.body, [*self.rows.values(), *self.whole.values()]), len(rows), tokens)
             call = self.graph.call_function(made, (*rows, *self.whole))
         call.meta = {**self.end.meta, **self.place}
@@ -400,6 +408,12 @@ def _in_order(body: fx.Graph, placeholders: Sequence[fx.Node]) -> fx.Graph:
 def _shape(value: Tensor) -> tuple[Any, ...]:
     """Return sizes that may be compared without a guard: expressions where they follow the batch."""
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
+
+
+def _tokens_of(node: fx.Node, at: int) -> tuple[Any, ...]:
+    """Return the sizes of a value without that of its classes."""
+    shape = _shape(value_of(node))
+    return (*shape[:at], *shape[at + 1 :]) if at >= 0 else shape
 
 
 def _elements(shape: Sequence[Any]) -> Any:

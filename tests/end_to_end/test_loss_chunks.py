@@ -82,8 +82,15 @@ def padded(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[..., :40].flatten(0, 1), labels.clamp(max=39).flatten())
 
 
+def masked_twice(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).float().unsqueeze(-1)
+    each = F.cross_entropy((logits * mask).flatten(0, 1), labels.flatten(), reduction="none").view(-1, LENGTH, 1)
+    return (each * mask).sum() / mask.sum()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    each.__name__: each for each in (flat, shifted, classes_second, softcap, weighted, with_z, of_probabilities, padded)
+    each.__name__: each
+    for each in (flat, shifted, classes_second, softcap, weighted, with_z, of_probabilities, padded, masked_twice)
 }
 PLANS: dict[str, dict[str, Any]] = {
     "one device": {},
@@ -156,10 +163,31 @@ def test_what_no_row_gives_alone_stays_whole() -> None:
 
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-    for loss in (of_the_batch, kept):
+
+    def of_pairs(logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return (each.view(-1, LENGTH, 1) - each.view(-1, 1, LENGTH)).square().sum() / 100
+
+    for loss in (of_the_batch, kept, of_pairs):
         traced = gp.export(Language, (ids,), loss_fn=loss, targets=(ids,))
         made = gp.partition(traced, gp.plan(traced, loss_chunk=5, allow_batch_coupling=True))
         assert "in_chunks" not in made.files["stage_0.py"]
+
+
+def test_a_square_of_a_sum_is_not_that_of_its_parts() -> None:
+    def squared(logits: Tensor, labels: Tensor) -> Tensor:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total * total / 1000
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    traced = gp.export(Language, (ids,), loss_fn=squared, targets=(ids,))
+    whole, chunked = (
+        gp.partition(traced, gp.plan(traced, loss_chunk=each, allow_batch_coupling=True)) for each in (0, 5)
+    )
+    assert "in_chunks" in chunked.files["stage_0.py"] and "in_chunks" not in whole.files["stage_0.py"]
+    for outcome in verify_all([chunked]):
+        assert not isinstance(outcome, Exception) and outcome.ok, outcome
 
 
 def test_a_value_cut_off_from_the_gradient_stays_so() -> None:

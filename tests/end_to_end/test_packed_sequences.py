@@ -61,6 +61,8 @@ class Packed(nn.Module):
         documents = ends.cumsum(-1)
         if self.kind == "shifted":  # the token that ends a document is its last
             documents = F.pad(documents[:, :-1], (1, 0))
+        elif self.kind == "over the batch":
+            documents = ends.flatten()[None].cumsum(-1).view(-1, LENGTH)
         elif self.kind == "any numbers":
             documents = ids // 8
         elif self.kind == "before itself":
@@ -74,7 +76,14 @@ class Packed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-KINDS = {"ends": True, "shifted": True, "before itself": True, "any numbers": False, "window": False}
+KINDS = {
+    "ends": True,
+    "shifted": True,
+    "before itself": True,
+    "any numbers": False,
+    "window": False,
+    "over the batch": False,
+}
 """Whether documents are proved."""
 PLANS: dict[str, dict[str, Any]] = {
     "one device": {},
@@ -119,13 +128,13 @@ def test_rows_of_documents_train_as_in_the_model() -> None:
 
 
 def test_other_masks_stay() -> None:
-    check([parts("any numbers", "one device"), parts("window", "one device")])
+    check([parts("any numbers", "one device"), parts("window", "one device"), parts("over the batch", "one device")])
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["transformers", *KINDS])
+@pytest.mark.parametrize("kind", ["transformers", *(kind for kind in KINDS if kind != "over the batch")])
 def test_each_kind_on_each_axis(kind: str, plan: str) -> None:
     check([parts(kind, plan)])
 

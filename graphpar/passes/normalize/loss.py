@@ -321,6 +321,16 @@ class _Shares:
     def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
         """Return the value of the pure sum ``node`` over the whole batch; None where it depends on parameters or other counts."""
         state = self.analysis.states[node]
+        read = [
+            str(each.target)
+            for each in ancestors(node)
+            if each.op == "get_attr" and each.target in self.program.buffers
+        ]
+        if read:  # whose values a checkpoint may change
+            self.analysis.couplings.append(
+                Coupled(f"the loss divides by a sum that depends on the buffer {read[0]!r}", node)
+            )
+            return None
         if not isinstance(state, Additive) or not state.pure:
             reason = "the loss divides by a sum that depends on parameters or on another such sum"
             self.analysis.couplings.append(Coupled(reason, node))

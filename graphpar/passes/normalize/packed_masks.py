@@ -45,7 +45,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     if any(len(shape) != 4 for shape in shapes) or not isinstance(length, int) or any(s[2] != length for s in shapes):
         return False
     documents = documents_of(mask, length, masks) if keys == length and lead[1:] == [1] else None
-    if documents is None or sizes(documents)[0] not in (1, shapes[0][0]):
+    if documents is None or sizes(documents) not in ([1, length], [shapes[0][0], length]):
         return False
     first, last = _spans(documents, length, masks)
     plain = without_mask(node)

@@ -512,3 +512,23 @@ def test_sums_of_terms_add_up(terms: list[tuple[int, float, str]], order: list[i
     whole = run(program, case)
     assert_same(whole, eager(case), what="whole")
     assert_same(run(program, case, [1, 2, 3]), whole, what="in microbatches")
+
+
+def test_a_denominator_that_reads_a_buffer_is_not_known_before_the_step() -> None:
+    """A checkpoint may change the weights of classes, so that the batch runs as one."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+            self.register_buffer("weights", torch.tensor([0.5, 1.0, 2.0]))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x), labels, weight=self.weights)
+
+    program = gp.export(Weighted(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 1])))
+
+    assert not program.count_names and program.unsplittable is not None
+    assert "global_counts" not in gp.partition(program, gp.plan(program)).files["stage_0.py"]
+    replicas = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))
+    assert gp.verify(replicas).ok
