@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.frontend.fixed_size import TWIN
-from graphpar.ir.program import Chunked, Program, concrete_shape, named_arguments, operator_name, value_of
+from graphpar.ir.program import (
+    Chunked,
+    Program,
+    batch_coefficients,
+    concrete_shape,
+    named_arguments,
+    operator_name,
+    value_of,
+)
 from graphpar.operators.naming import free_name, value_name
 from graphpar.operators.parallel_products import is_parameter
 from graphpar.operators.placement import argument_place, literal
@@ -73,7 +81,7 @@ def heads_of(program: Program) -> list[Head]:
     """Return the heads of a program for training that can run in chunks, if it has blocks beside them."""
     if program.mode != TRAIN or not program.blocks:
         return []
-    return [head for head, _ in _heads(program, copied(program.graph))]
+    return [head for head, _ in _heads(copied(program.graph))]
 
 
 def chunk_of(program: Program, rows: int) -> int:
@@ -87,7 +95,7 @@ def with_chunks(program: Program, tokens: int) -> Program:
         return program
     graph = copied(program.graph)
     graph.output_node().meta = dict(program.graph.output_node().meta)
-    heads = list(_heads(program, graph))
+    heads = list(_heads(graph))
     most = max((head.classes for head, _ in heads), default=0)
     for place, region in enumerate(region for head, region in heads if 4 * head.classes >= most):
         region.replace(f"head_loss_{place}" if place else "head_loss", tokens)
@@ -95,8 +103,8 @@ def with_chunks(program: Program, tokens: int) -> Program:
     return program.with_graph(graph)
 
 
-def _heads(program: Program, graph: fx.Graph) -> Iterator[tuple[Head, _Region]]:
-    """Find the heads of a program, and what is computed of each; ``graph``, its own, is changed so that shifts come before products."""
+def _heads(graph: fx.Graph) -> Iterator[tuple[Head, _Region]]:
+    """Find the heads of ``graph``, and what is computed of each; it is changed so that shifts come before products."""
     for node in list(graph.nodes):
         if node.op != "call_function" or record_of(node).kind is not Kind.PRODUCT:
             continue
@@ -104,7 +112,7 @@ def _heads(program: Program, graph: fx.Graph) -> Iterator[tuple[Head, _Region]]:
         if operands is None:
             continue
         _shift_before(graph, node)
-        region = _Region(program, graph, node)
+        region = _Region(graph, node)
         if region.end is not None:
             yield Head(node, int(value_of(node).shape[-1]), value_of(operands[1]).numel() * 4), region
 
@@ -131,7 +139,7 @@ def _shift_before(graph: fx.Graph, product: fx.Node) -> None:
     chain, node = [product], product
     while len(node.users) == 1:
         node = next(iter(node.users))
-        if operator_name(node) == "slice" and node.args[0] is chain[-1] and _dim(node) < value_of(node).ndim - 1:
+        if _is_shift(node, chain[-1]):
             rows = _rows_of(product)
             with graph.inserting_before(product):
                 sliced = graph.call_function(node.target, (rows, *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
@@ -147,6 +155,17 @@ def _shift_before(graph: fx.Graph, product: fx.Node) -> None:
             chain.append(node)
         else:
             return
+
+
+def _is_shift(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` takes positions of ``source``, by numbers, along a dim that is neither the batch nor the classes."""
+    if (
+        operator_name(node) != "slice"
+        or node.all_input_nodes != [source]
+        or not 0 <= _dim(node) < value_of(node).ndim - 1
+    ):
+        return False
+    return batch_coefficients(source)[_dim(node)] is None
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
@@ -190,8 +209,8 @@ class _Region:
         end: the sum over tokens; None where there is no such function.
     """
 
-    def __init__(self, program: Program, graph: fx.Graph, product: fx.Node) -> None:
-        self.program, self.graph, self.body = program, graph, fx.Graph()
+    def __init__(self, graph: fx.Graph, product: fx.Node) -> None:
+        self.graph, self.body = graph, fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.classes: dict[fx.Node, int] = {}
         self.rows: dict[tuple[fx.Node, bool], fx.Node] = {}  # by whether they have classes
@@ -236,7 +255,7 @@ class _Region:
             return self._moved(node, operands[0], at)
         if kind is Kind.CLASS_LOSS:
             return self._loss(node, at)
-        if kind is Kind.POINTWISE or name == "to":
+        if (kind is Kind.POINTWISE and not record_of(node).module) or name == "to":  # a PReLU's weight is of dim 1
             return self._along(node, at, at)
         if name == "sum" and value_of(node).ndim == 0:
             kept = {key: item for key, item in node.kwargs.items() if key == "dtype"}
@@ -262,7 +281,7 @@ class _Region:
         before, after = _shape(value_of(source)), _shape(value_of(node))
         if operator_name(node) == "unsqueeze" and at == ROWS and _dim_of_new(node) == len(after) - 1:
             self.made[node] = self._new(node, _aten.unsqueeze.default, (self.made[source], 1), {}, len(after) - 1)
-        elif operator_name(node) in ("squeeze", "select") and at == len(before) - 1 and after == before[:-1]:
+        elif operator_name(node) == "squeeze" and at == len(before) - 1 and after == before[:-1]:
             self.made[node] = self._new(node, _aten.squeeze.dim, (self.made[source], 1), {}, ROWS)
         elif record_of(node).kind is Kind.PERMUTE:
             order = _order(node, len(before))

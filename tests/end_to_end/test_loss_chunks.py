@@ -16,6 +16,7 @@ import graphpar as gp
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
 from graphpar.verification import verify_all
+from tests.tools.programs import check_parts
 
 A100 = DEVICES["A100-SXM-80GB"]
 VOCABULARY, WIDTH, LENGTH, BATCH = 48, 16, 12, 4
@@ -127,22 +128,13 @@ def parts(loss: str, plan: str, **how: Any) -> gp.Parts:
     return made
 
 
-def check(made: list[gp.Parts]) -> None:
-    for outcome in verify_all(made):
-        assert not isinstance(outcome, Exception), outcome
-        assert outcome.ok, outcome
-    for each in made:
-        result = gp.check(each)
-        assert result.ok, result.problems
-
-
 def test_each_loss_trains_as_the_unpartitioned_model() -> None:
-    check([parts(loss, "tp, vocabulary" if loss in ("flat", "shifted") else "one device") for loss in LOSSES])
+    check_parts([parts(loss, "tp, vocabulary" if loss in ("flat", "shifted") else "one device") for loss in LOSSES])
 
 
 @pytest.mark.costly
 def test_each_axis_trains_as_the_unpartitioned_model() -> None:
-    check([parts("flat", "pp", tied=True), parts("shifted", "dp_shard"), parts("with_z", "tp", bias=True)])
+    check_parts([parts("flat", "pp", tied=True), parts("shifted", "dp_shard"), parts("with_z", "tp", bias=True)])
 
 
 @pytest.mark.slow
@@ -151,7 +143,7 @@ def test_each_axis_trains_as_the_unpartitioned_model() -> None:
 @pytest.mark.parametrize(("loss", "plan"), CASES)
 def test_it_trains_as_the_unpartitioned_model(loss: str, plan: str, tied: bool) -> None:
     vocabulary = 65536 if plan == "cp" else VOCABULARY  # else gathering all logits is as cheap as a sum over ranks
-    check([parts(loss, plan, tied=tied, bias=not tied, vocabulary=vocabulary)])
+    check_parts([parts(loss, plan, tied=tied, bias=not tied, vocabulary=vocabulary)])
 
 
 def test_what_no_row_gives_alone_stays_whole() -> None:
@@ -199,7 +191,7 @@ def test_a_value_cut_off_from_the_gradient_stays_so() -> None:
     traced = gp.export(Language, (ids,), loss_fn=distilled, targets=(ids,))
     made = gp.partition(traced, gp.plan(traced, loss_chunk=5, mesh={"dp_replicate": 2}))
     assert "in_chunks" in made.files["stage_0.py"]
-    check([made])
+    check_parts([made])
 
 
 def test_chunks_are_taken_where_memory_is_short() -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphpar as gp
 from graphpar.emitted.packed_attention import document_starts, packed_attention
-from graphpar.verification import verify_all
+from tests.tools.programs import check_parts
 
 LENGTH, BATCH, WIDTH, END = 16, 4, 16, 0
 DOCUMENTS = ([5, 11], [16], [1, 2, 3, 10], [8, 8])
@@ -111,24 +111,17 @@ def parts(kind: str, plan: str) -> gp.Parts:
     return made
 
 
-def check(made: list[gp.Parts]) -> None:
-    for outcome in verify_all(made):
-        assert not isinstance(outcome, Exception), outcome
-        assert outcome.ok, outcome
-    for each in made:
-        result = gp.check(each)
-        assert result.ok and not result.unchecked, result
-
-
 @pytest.mark.costly
 def test_rows_of_documents_train_as_in_the_model() -> None:
-    check(
+    check_parts(
         [parts("transformers", "tp"), parts("ends", "pp"), parts("shifted", "dp_shard"), parts("before itself", "cp")]
     )
 
 
 def test_other_masks_stay() -> None:
-    check([parts("any numbers", "one device"), parts("window", "one device"), parts("over the batch", "one device")])
+    check_parts(
+        [parts("any numbers", "one device"), parts("window", "one device"), parts("over the batch", "one device")]
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +129,7 @@ def test_other_masks_stay() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["transformers", *(kind for kind in KINDS if kind != "over the batch")])
 def test_each_kind_on_each_axis(kind: str, plan: str) -> None:
-    check([parts(kind, plan)])
+    check_parts([parts(kind, plan)])
 
 
 def test_a_document_sees_nothing_of_another() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import graphpar as gp
 from graphpar import api
 from graphpar.cli.trace import export_file
 from graphpar.frontend.capture import capture
@@ -25,6 +26,7 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, check_skipped
+from graphpar.verification import verify_all
 from tests.tools.session_folder import session_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -126,3 +128,13 @@ def norms_pinned(program: Program, kind: str) -> dict[str, dict[str, list[str]]]
         return {}
     classes = program.module_classes.items()
     return {path: {"inputs": [f"{kind}@tp"]} for path, name in classes if name.rpartition(".")[2].endswith("Norm")}
+
+
+def check_parts(made: Sequence[gp.Parts]) -> None:
+    """Check that programs train as their models, all in one launch, and that their types are complete."""
+    for outcome in verify_all(made):
+        assert not isinstance(outcome, Exception), outcome
+        assert outcome.ok, outcome
+    for each in made:
+        result = gp.check(each)
+        assert result.ok and not result.unchecked, result

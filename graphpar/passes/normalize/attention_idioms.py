@@ -155,15 +155,13 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
     if is_call(node, "add"):
         plain = literal(node, "alpha", default=1) == 1
         return (first, second) if plain and _is_mask(second, node, masks) else None
-    if is_call(node, "masked_fill") and _hides(node.args[2]):
+    if is_call(node, "masked_fill") and hides(node.args[2]):
         scores, shown = first, insert_helper(node, _aten.logical_not.default, (second,), ~value_of(second))
-    elif (
-        is_call(node, "where") and len(node.args) == 3 and _hides(node.args[2]) and value_of(first).dtype == torch.bool
-    ):
+    elif is_call(node, "where") and len(node.args) == 3 and hides(node.args[2]) and value_of(first).dtype == torch.bool:
         scores, shown = second, first
     else:
         return None
-    return (scores, shown) if _filled(node.args[2]) == float("-inf") or _proven(shown, node, masks) else None
+    return (scores, shown) if filled(node.args[2]) == float("-inf") or _proven(shown, node, masks) else None
 
 
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
@@ -174,7 +172,7 @@ def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     return value.ndim >= 2 and sizes(mask)[-2:] == sizes(node)[-2:]
 
 
-def _filled(value: Any) -> float | None:
+def filled(value: Any) -> float | None:
     """Return the number that scores are replaced by."""
     if is_call(value, "full", "scalar_tensor", "full_like"):
         place = 0 if is_call(value, "scalar_tensor") else 1
@@ -182,9 +180,10 @@ def _filled(value: Any) -> float | None:
     return number(value)
 
 
-def _hides(value: Any) -> bool:
-    filled = _filled(value)
-    return filled is not None and filled <= HIDES
+def hides(value: Any) -> bool:
+    """Return whether scores that are replaced by this, or to which it is added, count for nothing."""
+    given = filled(value)
+    return given is not None and given <= HIDES
 
 
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:

@@ -21,8 +21,8 @@ from graphpar.ir.program import value_of
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.attention_idioms import without_mask, without_repeats
-from graphpar.passes.normalize.causal_masks import HIDES, Masks
+from graphpar.passes.normalize.attention_idioms import filled, hides, without_mask, without_repeats
+from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.graph_matching import insert_call, is_call, number, sizes
 from graphpar.runtime.option_kinds import GENERATE
 
@@ -44,7 +44,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     shapes = [sizes(operand) for operand in node.args[:3]]
     if any(len(shape) != 4 for shape in shapes) or not isinstance(length, int) or any(s[2] != length for s in shapes):
         return False
-    documents = documents_of(mask, length, masks) if keys == length and lead[1:] == [1] else None
+    documents = _documents_of(mask, length, masks) if keys == length and lead[1:] == [1] else None
     if documents is None or sizes(documents) not in ([1, length], [shapes[0][0], length]):
         return False
     first, last = _spans(documents, length, masks)
@@ -56,7 +56,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     return True
 
 
-def documents_of(mask: fx.Node, length: int, masks: Masks) -> fx.Node | None:
+def _documents_of(mask: fx.Node, length: int, masks: Masks) -> fx.Node | None:
     """Return the numbers of documents [b, s] of which ``mask`` shows each position its own, up to itself; None where it shows others."""
     parts = list(_conjuncts(mask, length))
     same = [numbers for part in parts if (numbers := _compared(part, "eq", length)) and numbers[0] is numbers[1]]
@@ -75,22 +75,13 @@ def _conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
     """Yield the masks of booleans that all must show a column for ``mask`` to show it."""
     while record_of(mask).kind in _SHAPES and sizes(mask)[-2:] == sizes(_first(mask))[-2:] == [length, length]:
         mask = _first(mask)
-    if is_call(mask, "where") and len(mask.args) == 3 and number_of(mask.args[1]) == 0:
-        hidden = number_of(mask.args[2])
-        if hidden is not None and hidden <= HIDES:
-            yield from _conjuncts(_first(mask), length)
+    if is_call(mask, "where") and len(mask.args) == 3 and filled(mask.args[1]) == 0 and hides(mask.args[2]):
+        yield from _conjuncts(_first(mask), length)
     elif is_call(mask, "bitwise_and", "logical_and", "__and__") and value_of(mask).dtype == torch.bool:
         for part in mask.all_input_nodes:
             yield from _conjuncts(part, length)
     else:
         yield mask
-
-
-def number_of(value: Any) -> float | None:
-    """Return the number that a value is everywhere."""
-    if is_call(value, "full", "scalar_tensor"):
-        return number(value.args[0 if is_call(value, "scalar_tensor") else 1])
-    return number(value)
 
 
 def _compared(mask: fx.Node, name: str, length: int) -> tuple[fx.Node, fx.Node] | None:
@@ -102,10 +93,10 @@ def _compared(mask: fx.Node, name: str, length: int) -> tuple[fx.Node, fx.Node] 
     if sizes(first)[-2:] == [length, 1]:
         first, second, name, turned = second, first, turned, name
     fits = sizes(first)[-2:] == [1, length] and sizes(second)[-2:] == [length, 1] and is_call(mask, name)
-    return (_flat(first, length), _flat(second, length)) if fits else None
+    return (_flat(first), _flat(second)) if fits else None
 
 
-def _flat(node: fx.Node, length: int) -> fx.Node:
+def _flat(node: fx.Node) -> fx.Node:
     """Return the [b, s] of which ``node`` has the elements in order."""
     while record_of(node).kind in _SHAPES and value_of(node).ndim > 2:
         node = _first(node)
