@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from graphpar.ir.program import Program
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Chunked, Program
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.loss_chunks import chunk_of, with_chunks
 from graphpar.passes.measured_units import RankUnits
@@ -44,11 +45,20 @@ class Sharded:
 
 
 def in_chunks(found: Sharded, tokens: int | None) -> Sharded:
-    """Return ``found`` with its heads and losses in chunks of so many tokens, 0 for none; None: where these take less memory."""
+    """Return ``found`` with its heads and losses in chunks of so many tokens, 0 for none; None: where these take less memory.
+
+    Raises:
+        GraphparError: it has no such head.
+    """
     tokens = chunk_of(found.local, found.rows) if tokens is None else tokens
     if not tokens:
         return found
     sharding, local = replace(found.sharding, loss_chunk=tokens), with_chunks(found.local, tokens)
+    if not any(isinstance(node.target, Chunked) for node in local.graph.nodes):
+        raise GraphparError(
+            f"loss_chunk: {found.program.name} has no head from which on each token is computed alone, up to a sum over tokens, on "
+            f"{', '.join(f'{axis}={degree}' for axis, degree in sharding.all_degrees.items()) or 'one device'}; leave it out, or give 0."
+        )
     return replace(found, sharding=sharding, local=local, units=RankUnits(local, sharding.all_degrees, found.units))
 
 
