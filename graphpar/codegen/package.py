@@ -49,7 +49,7 @@ from graphpar.ir.program import Function, Input, Program, TensorInfo, batch_coef
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import blocks_without_backward
-from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
+from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, working_dtypes
 from graphpar.runtime.manifest import (
     Counts,
     InputInterface,
@@ -349,6 +349,9 @@ def interface(
         gather_dtype=_known(gather_dtype(program)) if plan.zero > 1 else None,
         casts={name: dtype for name, dtype in cast_parameters(program).items() if dtype in NAMES}
         if plan.zero < 2 and trains
+        else {},
+        working={name: dtype for name, dtype in working_dtypes(program).items() if dtype in NAMES}
+        if plan.zero == 1 and trains
         else {},
         owners=owners_of(program, plan, stages) if plan.zero == 1 else {},
         ties=tuple(tuple(group) for group in program.ties),

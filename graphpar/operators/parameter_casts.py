@@ -36,6 +36,17 @@ def cast_parameters(program: Program) -> dict[str, torch.dtype]:
     }
 
 
+def working_dtypes(program: Program) -> dict[str, torch.dtype]:
+    """Return the trained parameters that are read, under all of their names, in one dtype of fewer bits than they are stored in: where
+    ranks update pieces, they store that alone whole."""
+    read, found = read_dtypes(program), dict[str, torch.dtype]()
+    for name, info in program.parameters.items():
+        dtypes = set[torch.dtype]().union(*(read.get(each, set()) for each in program.tie_of(name)))
+        if info.requires_grad and len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < info.dtype.itemsize:
+            found[name] = dtype
+    return found
+
+
 def gather_dtype(program: Program) -> torch.dtype | None:
     """Return the dtype in which every parameter is read, in which they may be gathered; None where they differ."""
     found = set[torch.dtype]().union(*read_dtypes(program).values())

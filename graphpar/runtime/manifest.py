@@ -148,6 +148,9 @@ class Interface:
     """The dtype in which the stages read all parameters; None: in several."""
     casts: Mapping[str, torch.dtype] = kept(make=dict, packed=True, short=True)
     """The dtype in which stages read a parameter that is stored in another and not in shards."""
+    working: Mapping[str, torch.dtype] = kept(make=dict, packed=True, short=True)
+    """At level 1, the dtype in which ranks store a trained parameter whole, where each has only its piece in that in which it is updated;
+    in a manifest under every name of a tie."""
     owners: Mapping[str, int] = kept(make=dict, packed=True)
     """At level 1, which of the ranks that share state updates a parameter, in a manifest under every name of a tie; empty where each
     updates a slice of all."""
@@ -307,6 +310,7 @@ def load_manifest(folder: str | Path) -> Manifest:
             for at, stage in zip(record.stages, interface.stages)
         ),
         "shapes": under_every_name(interface.shapes, interface.ties),
+        "working": under_every_name(interface.working, interface.ties),
         "owners": under_every_name(interface.owners, interface.ties),
     }
     manifest = Manifest(
@@ -353,6 +357,8 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"{error}".removesuffix("."))
     if plan.zero < 2 and plan.fully_sharded:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards")
+    if plan.zero != 1 and plan.working:
+        broken.append(f"zero is {plan.zero}, but working stores {min(plan.working)!r} in two dtypes, as at level 1")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
     requested: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())

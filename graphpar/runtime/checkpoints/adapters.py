@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpar.runtime.checkpoints.weights import (
     Unread,
@@ -36,6 +36,7 @@ from graphpar.runtime.layout import joined_all, local_shard, shard_places
 from graphpar.runtime.manifest import Manifest, under_every_name
 from graphpar.runtime.plan_record import Adapter
 from graphpar.runtime.state.fully_sharded import local, padded
+from graphpar.runtime.state.parameters import Replicated
 
 _MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -52,27 +53,21 @@ class Adapters:
     """The adapters of a program, on this rank. All methods but :meth:`unmerge` are collective calls.
 
     Args:
-        stages: this rank's.
-        synchronize: waits until parameters have their newest values.
-        written: says that parameters have been given other values.
+        parameters: this rank's.
         save_whole: makes a file of whole tensors, of all or those of these names.
     """
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
-        program: Manifest,
-        groups: Groups,
-        synchronize: Callable[[], None],
-        written: Callable[[], None],
+        parameters: Replicated,
         save_whole: Callable[[Path, Callable[[Mapping[str, Unread]], object], Collection[str] | None], None],
     ) -> None:
-        if not program.adapters:
+        if not parameters.program.adapters:
             raise RuntimeProgramError(
                 "the program has no adapters; make them with graphpar.lora, or with peft, before the model is compiled"
             )
-        self._stages, self._program, self._groups = stages, program, groups
-        self._synchronize, self._written, self._save_whole = synchronize, written, save_whole
+        self._parameters, self._program, self._groups = parameters, parameters.program, parameters.groups
+        self._save_whole = save_whole
         self._before: dict[str, Tensor] = {}  # of merged tensors
         self._versions: dict[str, tuple[int, int]] = {}
 
@@ -97,8 +92,8 @@ class Adapters:
         held = self._held()
         with agreed():
             for name, value in _read_adapters(Path(folder), self._program, held):
-                fill(held[name], value, name, self._program, self._groups.place)
-            self._written()
+                fill(held[name], value, name, self._program, self._groups.place, self._parameters.put)
+            self._parameters.written()
 
     def draw(self, seed: int) -> None:
         """Give the adapters values to begin with: ``a`` is drawn, alike for every plan, and ``b`` is zero.
@@ -118,9 +113,10 @@ class Adapters:
                         adapter.a,
                         self._program,
                         self._groups.place,
+                        self._parameters.put,
                     )
-                    local(held[adapter.b]).zero_()
-        self._written()
+                    self._parameters.put(held[adapter.b], torch.zeros_like(local(held[adapter.b])))
+        self._parameters.written()
 
     def merge(self) -> None:
         """Add each adapter's product to the weight that it adapts, and set the adapter to zero, until :meth:`unmerge`.
@@ -130,19 +126,20 @@ class Adapters:
         self.check_apart("merge")
         self._check_mergeable()
         held = self._held()
+        main = held | self._parameters.values()
         with torch.no_grad():
-            for name, value in merged(held, self._program, self._groups):
-                self._replace(name, held[name], value)
+            for name, value in merged(main, self._program, self._groups):
+                self._replace(held[name], name, main[name], value)
             for adapter in self._program.adapters:
                 if adapter.b in held:
-                    self._replace(adapter.b, held[adapter.b], torch.zeros_like(local(held[adapter.b])))
-        self._written()
+                    self._replace(held[adapter.b], adapter.b, main[adapter.b], torch.zeros_like(local(held[adapter.b])))
+        self._parameters.written()
         self._versions = {name: _version(held[name]) for name in self._before}
 
-    def _replace(self, name: str, tensor: Tensor, value: Tensor) -> None:
+    def _replace(self, tensor: Tensor, name: str, main: Tensor, value: Tensor) -> None:
         if name not in self._before:
-            self._before[name] = local(tensor).detach().to("cpu", copy=True)
-        local(tensor).copy_(value)
+            self._before[name] = local(main).detach().to("cpu", copy=True)
+        self._parameters.put(tensor, value)
 
     def unmerge(self) -> None:
         """Undo :meth:`merge`, to the bit."""
@@ -156,11 +153,10 @@ class Adapters:
                 f"{listed(changed)} were changed after merge(), by a step or by loading, so they can't be restored; "
                 "call unmerge() before such changes"
             )
-        with torch.no_grad():
-            for name, value in self._before.items():
-                local(held[name]).copy_(value)
+        for name, value in self._before.items():
+            self._parameters.put(held[name], value)
         self._before.clear()
-        self._written()
+        self._parameters.written()
 
     def save_merged(self, path: str | Path) -> None:
         """Write the base model's weights, with the adapters added to them, into one safetensors file.
@@ -179,8 +175,10 @@ class Adapters:
 
     def _held(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers (its shards), by name."""
-        self._synchronize()
-        return {name: value for stage in self._stages for name, value in stage.state_dict(keep_vars=True).items()}
+        self._parameters.settle()
+        return {
+            name: value for stage in self._parameters.stages for name, value in stage.state_dict(keep_vars=True).items()
+        }
 
     def check_apart(self, what: str) -> None:
         """Check that the adapters are not merged.

@@ -376,7 +376,7 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
         with torch.no_grad():
             read_entries(folder, entries, metadata)
         state.take(states, hyperparameters)
-        state.parameters.written()
+    state.parameters.loaded()
     scale = LossScale(**record["loss_scale"])
     progress = Progress(record["seed"], record["steps_done"], scale, record.get("schedule"))
     return Checkpoint(record["step"], record["data"], folder), progress

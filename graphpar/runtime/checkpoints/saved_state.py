@@ -77,7 +77,14 @@ class State:
         for stage in self.parameters.stages:
             for name, tensor in stage.state_dict(keep_vars=True).items():
                 entry = found.get(self.first(name))
-                made = self._entry((*MODEL, self.first(name)), name, tensor)
+                path = *MODEL, self.first(name)
+                if self.parameters.is_apart(tensor):  # in the pieces that this rank updates, of which it may have none
+                    for piece in self.parameters.updated.get(self.first(name), ()):
+                        found[self.first(name)] = self._entry(
+                            path, name, piece, self.parameters.slice_of(self.first(name))
+                        )
+                    continue
+                made = self._entry(path, name, tensor)
                 made.frozen = is_frozen(tensor)
                 if entry is None:
                     found[self.first(name)] = made

@@ -77,7 +77,7 @@ class Stored:
         with agreed():
             names, group = held_names(self.stages, self.program), self.groups.largest()
             values = initial_values(build or model_of(self.program), self.seed, names, group, self.device)
-            fill_all(self.stages, values, self.program, self.groups.place)
+            fill_all(self.stages, values, self.program, self.groups.place, self._parameters.put)
             self._parameters.written()
         with agreed():
             check_replicas(self.stages, self.program, self.groups)
@@ -104,7 +104,8 @@ class Stored:
             if path is None and not source.exists():
                 raise RuntimeProgramError(no_weights(self.program))
         self.synchronize()
-        load_all(self.stages, source, self.program, self.groups, lambda: self.adapters.draw(self.seed), strict=strict)
+        put, draw = self._parameters.put, lambda: self.adapters.draw(self.seed)
+        load_all(self.stages, source, self.program, self.groups, put, draw, strict=strict)
         self._parameters.written()
         with agreed():
             check_replicas(self.stages, self.program, self.groups)
@@ -126,10 +127,11 @@ class Stored:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers (its shards of them), by the user's names.
 
-        At ZeRO level 1 a collective call: see :meth:`synchronize`.
+        At ZeRO level 1 a collective call: see :meth:`synchronize`. Main values that ranks store in pieces are gathered.
         """
         self.synchronize()
-        return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+        own = {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+        return own | self._parameters.values()
 
     def synchronize(self) -> None:
         """Wait until the parameters of this rank have the values that other ranks' optimizers gave them (ZeRO level 1).
@@ -153,9 +155,7 @@ class Stored:
     @functools.cached_property
     def adapters(self) -> Adapters:
         """The model's low-rank adapters: to save, load and merge them."""
-        return Adapters(
-            self.stages, self.program, self.groups, self.synchronize, self._parameters.written, self._save_whole
-        )
+        return Adapters(self._parameters, self._save_whole)
 
     def _check_unmerged(self, what: str) -> None:
         if self.program.adapters:

@@ -32,6 +32,8 @@ from graphpar.runtime.stages.modules import of_all_stages
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.state.host import copy_in
 
+Put = Callable[[Tensor, Tensor], None]
+"""Gives a tensor of a stage this rank's part of other values."""
 LISTED = 8
 """How many names an error lists before it counts the rest."""
 
@@ -196,7 +198,7 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest, *, st
         )
 
 
-def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: Mapping[str, int]) -> None:
+def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: Mapping[str, int], put: Put) -> None:
     """Copy a stage's parameters and persistent buffers from ``path``, sharded for the mesh coordinates ``place``.
 
     Raises:
@@ -218,7 +220,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
         if missing:
             hint = near_match(missing[0], (name for name in file if name not in required))
             raise RuntimeProgramError(f"{path} has no value for {listed(missing)}.{hint}")
-        _copy(required, found, file, program, place)
+        _copy(required, found, file, program, place, put)
 
 
 def load_all(
@@ -226,6 +228,7 @@ def load_all(
     path: Path,
     program: Manifest,
     groups: Groups,
+    put: Put,
     draw: Callable[[], None],
     *,
     strict: bool,
@@ -233,6 +236,7 @@ def load_all(
     """Fill this rank's stages from ``path``; a collective call.
 
     Args:
+        put: gives a tensor its part of other values.
         draw: gives adapters, of which the file of a base model has none, the values with which they begin.
 
     Raises:
@@ -246,7 +250,7 @@ def load_all(
         check_names(path, held, program, strict=False)
     with agreed():
         for stage in stages:
-            load_weights(stage, path, program, groups.place)
+            load_weights(stage, path, program, groups.place, put)
         if without_adapters(held, path, program) != held:
             draw()
         if strict:
@@ -290,7 +294,7 @@ def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapp
         missing = [name for name in required if name not in file]
         if missing:
             raise RuntimeProgramError(f"{path} has no value for {listed(missing)}. Emit the program again.")
-        _copy(required, {name: name for name in required}, file, program, place)
+        _copy(required, {name: name for name in required}, file, program, place, copy_in)
 
 
 def whole_shape(program: Manifest, name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -321,11 +325,12 @@ def _copy(
     file: WeightFile,
     program: Manifest,
     place: Mapping[str, int],
+    put: Put,
 ) -> None:
     """Fill each target with its shard of the tensor ``keys[name]``; one whole tensor is in memory at a time."""
     _check_shapes(targets, keys, file, program)
     for name, target in targets.items():
-        fill(target, file[keys[name]], name, program, place)
+        fill(target, file[keys[name]], name, program, place, put)
 
 
 def _check_shapes(targets: Mapping[str, Tensor], keys: Mapping[str, str], file: WeightFile, program: Manifest) -> None:
@@ -339,13 +344,12 @@ def _check_shapes(targets: Mapping[str, Tensor], keys: Mapping[str, str], file: 
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {listed(wrong)}")
 
 
-def fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int]) -> None:
-    """Copy this rank's shard of ``whole`` into ``target``."""
+def fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int], put: Put) -> None:
+    """Have ``put`` copy this rank's shard of ``whole`` into ``target``."""
     part = local(target)
     shard = local_shard(whole, program.stored(name), program.mesh, place)
-    with torch.no_grad():
-        # FSDP2 stores no padding
-        copy_in(part, shard if part.shape == shard.shape else shard.narrow(0, 0, part.shape[0]))
+    # FSDP2 stores no padding
+    put(target, shard if part.shape == shard.shape else shard.narrow(0, 0, part.shape[0]))
 
 
 def held_names(stages: Sequence[nn.Module], program: Manifest) -> set[str]:
@@ -359,6 +363,7 @@ def fill_all(
     values: Iterable[tuple[str, Tensor]],
     program: Manifest,
     place: Mapping[str, int],
+    put: Put,
 ) -> None:
     """Copy each of the whole ``values`` into what the stages hold of it, under any name of its tie, one after the other.
 
@@ -378,7 +383,7 @@ def fill_all(
                 raise RuntimeProgramError(
                     f"{name} is built with the shape {tuple(value.shape)}; the program has {shape}"
                 )
-            fill(target, value, own, program, place)
+            fill(target, value, own, program, place, put)
         left.discard(first)
     if left:
         raise RuntimeProgramError(f"the model is built without {listed(sorted(left))}")

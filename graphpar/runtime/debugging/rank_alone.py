@@ -137,6 +137,7 @@ def draw_values(pipeline: Pipeline) -> None:
                     drawn.normal_(0, SPREAD, generator=torch.Generator(drawn.device).manual_seed(drawn.numel()))
                 else:
                     drawn.fill_(1)
+                pipeline._parameters.put(value, drawn)
     pipeline._parameters.written()
 
 

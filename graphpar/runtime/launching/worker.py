@@ -302,13 +302,10 @@ def _step_own(pipeline: Pipeline, gradients: Sequence[str]) -> None:
 
 
 def _parameters(pipeline: Pipeline, kind: str) -> dict[str, Tensor]:
-    """The stages' parameters, under every name."""
-    pipeline.synchronize()
-    return {
-        f"{kind}/{name}": padded(value)
-        for stage in pipeline.stages
-        for name, value in stage.named_parameters(remove_duplicate=False)
-    }
+    """The stages' parameters, their main values where they are apart, under every name."""
+    values, stages = pipeline.state_dict(), pipeline.stages
+    names = [name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)]
+    return {f"{kind}/{name}": padded(values[name]) for name in names}
 
 
 def _buffers(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:

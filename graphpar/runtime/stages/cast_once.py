@@ -4,7 +4,8 @@
 
 The emitted text casts where it reads: ``F.linear(x, self.up.weight.bfloat16())``. Autograd would keep such a copy for each microbatch
 in flight. In a step ``self.up.weight`` is the copy, whose cast does nothing; its gradient is cast back and arrives at the parameter as
-that of any other cast would. State that FSDP2 shards needs none of this: it is gathered in the dtype in which it is read.
+that of any other cast would. A parameter that is stored as it is read (:mod:`graphpar.runtime.state.units`) is its own copy. State that
+FSDP2 shards needs none of this: it is gathered in the dtype in which it is read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
         """Return ``copy`` as a result of ``parameter``. [...], [...] -> [...]"""
-        ctx.dtype = parameter.dtype
+        ctx.dtype = parameter.grad_dtype or parameter.dtype
         return copy.view_as(copy)
 
     @staticmethod
@@ -118,7 +119,7 @@ class CastOnce:
     def _to_cast(self, slots: Sequence[Slot]) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
         for module, name, dtype in slots:
             parameter, read = module._parameters[name], current(dtype)
-            if parameter is not None and read is not None and parameter.dtype != read:
+            if parameter is not None and read is not None and (parameter.grad_dtype or parameter.dtype) != read:
                 yield parameter, dtype
 
 

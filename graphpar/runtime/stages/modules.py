@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.debugging import lone_group
 from graphpar.runtime.debugging.events import delay
+from graphpar.runtime.debugging.fp64 import current
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
@@ -177,18 +178,24 @@ def of_all_stages(
     return found
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer memory on ``device``.
+def materialise(
+    module: nn.Module, device: torch.device, working: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> None:
+    """Give every parameter and buffer memory on ``device``; those of ``working`` in these dtypes, with gradients in their own.
 
     ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
     """
     made: dict[int, Tensor] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    dtypes = {id(parameter): current(working[name]) for name, parameter in named if name in working}
 
     def empty(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_like(tensor, device=device)
+            made[id(tensor)] = torch.empty_like(tensor, device=device, dtype=dtypes.get(id(tensor)))
             if isinstance(tensor, nn.Parameter):
                 made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=tensor.requires_grad)
+                if id(tensor) in dtypes:
+                    made[id(tensor)].grad_dtype = tensor.dtype
         return made[id(tensor)]
 
     for owner in module.modules():

@@ -86,7 +86,7 @@ class OwnStages:
         if program.fully_sharded:
             units = self._function(interface, "fully_shard_units")
             fully_shard_stage(stage, units, self.groups, self._device, program)
-        materialise(stage, self._device)
+        materialise(stage, self._device, program.working)
         hold_new_memory(stage)
         return stage, casts
 

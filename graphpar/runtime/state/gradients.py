@@ -112,6 +112,12 @@ class _Bucket:
         self.flat = self._taken()
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
+    def settle(self) -> None:
+        """Wait for the sums."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
     def _taken(self) -> Tensor:
         """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
         parts = [partial.take_part() for partial in self.partials]
@@ -124,8 +130,7 @@ class _Bucket:
     def receive(self, has_gradient: Iterator[bool]) -> None:
         """Wait for the sums, and give those that some rank has (``has_gradient``) to the parameters."""
         assert self.flat is not None
-        if self.work is not None:
-            self.work.wait()
+        self.settle()
         event("reduce_done")
         shapes = [local(partial.copies[0]).shape for partial in self.partials]
         for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
@@ -145,17 +150,23 @@ class _UnitBucket(_Bucket):
         padding = self.unit.flat.numel() - flat.numel()
         self.works, self.flat = self.unit.reduce(torch.cat([flat, flat.new_zeros(padding)]) if padding else flat)
 
+    def settle(self) -> None:
+        """Wait for the sums, and free the rest of the unit's gradients."""
+        assert self.flat is not None
+        while self.works:
+            self.works.pop().wait()
+        if self.flat.numel() * self.flat.element_size() < self.flat.untyped_storage().nbytes():
+            self.flat = self.flat.clone()
+
     def receive(self, has_gradient: Iterator[bool]) -> None:
         """Wait for the sums, and set the gradients of this rank's pieces that some rank has (``has_gradient``)."""
+        self.settle()
         assert self.flat is not None
-        for work in self.works:
-            work.wait()
         event("reduce_done")
-        own = self.flat.clone()  # the rest of the unit's gradients is freed
         for name, has_one in zip(self.unit.names, list(itertools.islice(has_gradient, len(self.unit.names)))):
             piece = self.unit.pieces.get(name)
             if has_one and piece is not None and piece.requires_grad:  # a piece may be frozen by itself
-                piece.grad = own[slice(*self.unit.places[name])].view(piece.shape).to(piece.dtype)
+                piece.grad = self.flat[slice(*self.unit.places[name])].view(piece.shape).to(piece.dtype)
 
 
 class _Presence:
@@ -449,7 +460,7 @@ class Gradients:
             bucket.incomplete.discard(parameter)
             queue = [*self._of_units, *self._buckets]
             while self._sent < len(queue) and queue[self._sent].early and not queue[self._sent].incomplete:
-                queue[self._sent].send()
+                _send(queue, self._sent)
                 self._sent += 1
 
     def finish(self, scale: float = 1.0) -> bool:
@@ -507,8 +518,8 @@ class Gradients:
 
     def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
         """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
-        for bucket in buckets[sent:]:
-            bucket.send()
+        for at in range(sent, len(buckets)):
+            _send(buckets, at)
         by_group: dict[dist.ProcessGroup, list[_Bucket]] = {}
         for bucket in buckets:
             by_group.setdefault(bucket.group, []).append(bucket)
@@ -532,8 +543,18 @@ class Gradients:
             yield f"the gradients of {aside} parameters from earlier steps are set aside"
 
 
+def _send(buckets: Sequence[_Bucket], at: int) -> None:
+    """Start the next sum, and of units let the one before it end, so that only these two have whole gradients."""
+    buckets[at].send()
+    if at and isinstance(before := buckets[at - 1], _UnitBucket):
+        before.settle()
+
+
 def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
-    return torch.zeros_like(local(partial.copies[0]), requires_grad=False) if part is None else part
+    if part is not None:
+        return part
+    copy = partial.copies[0]
+    return torch.zeros_like(local(copy), dtype=copy.grad_dtype or copy.dtype, requires_grad=False)
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -57,7 +57,9 @@ def describe_model(stages: Sequence[nn.Module], program: Manifest, groups: Group
     def describe(stages: Sequence[nn.Module]) -> dict[str, Described]:
         return {
             tied.get(name, (name,))[0]: Described(
-                torch.Size(whole_shape(program, name, parameter)), parameter.dtype, parameter.requires_grad
+                torch.Size(whole_shape(program, name, parameter)),
+                parameter.grad_dtype or parameter.dtype,
+                parameter.requires_grad,
             )
             for stage in stages
             for name, parameter in stage.named_parameters(remove_duplicate=False)

@@ -1,7 +1,7 @@
 """How a rank stores the parameters of its stages, and which part of them it updates: one interface, by ZeRO level.
 
     level 0      Replicated                                       whole; a rank updates all that it stores
-    level 1      Zero1 (:mod:`graphpar.runtime.state.zero1`)      whole; a rank updates pieces, whose new values travel to the others
+    level 1      Zero1 (:mod:`graphpar.runtime.state.zero1`)      whole, as they are read; a rank updates pieces, whose new values travel
     level 2, 3   FullySharded                                     shards, which FSDP2 gathers
 
 ``Whole`` is what a rank computes with: its shard over tp and experts. Where an optimizer keeps its state is another matter
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.state.fully_sharded import begin_microbatch, drop_gradients, free, gather
+from graphpar.runtime.state.fully_sharded import begin_microbatch, drop_gradients, free, gather, local
+from graphpar.runtime.state.host import copy_in
 from graphpar.runtime.state.units import Unit, parameters_by_name
 
 
@@ -49,11 +50,28 @@ class Replicated:
         """Return the shape of what the piece of this name is a part of, and where it begins there; ``None`` where it is no piece."""
         return None
 
+    def is_apart(self, parameter: Tensor) -> bool:
+        """Whether a parameter of a stage is a copy, in another dtype, of main values of which ranks update pieces."""
+        return False
+
     def settle(self) -> None:
         """Wait until parameters have the values that other ranks' optimizers gave them; a collective call where these travel."""
 
     def written(self) -> None:
         """Note that all ranks have given their parameters other values, as after all of them loaded one file."""
+
+    def loaded(self) -> None:
+        """Note that ranks have given new values to what they update; a collective call."""
+        self.written()
+
+    @torch.no_grad()
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """Give a parameter or buffer of a stage this rank's part of other values, also where its main values are apart."""
+        copy_in(local(target), values)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return main values, by each name of the parameters that stages store apart from them; a collective call there."""
+        return {}
 
     def begin_step(self) -> None:
         """Have new values on their way before a forward.

@@ -2,6 +2,9 @@
 
 contiguous, longest   a segment has whole parameters: a reduce to each owner, a broadcast from each owner
 flat                  segments are equal and cut through parameters: a reduce-scatter, an all-gather
+
+Where parameters are read in fewer bits than they are updated in, the flat tensor has them whole as they are read, and each rank has its
+segment in the other dtype apart: main values. These it updates, and new values are cast before they travel.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from graphpar.runtime.checkpoints.weights import names_by_tie
 from graphpar.runtime.debugging.events import delay, event
@@ -32,7 +36,9 @@ class Unit:
         path: of the module whose parameters they are.
         modules: which wait for the values when they are entered.
         copies: the parameters of each name; several where stages of this rank share one.
-        flat: the values; the parameters are views of it.
+        flat: the values that stages compute with; the parameters are views of it.
+        main: the values that this rank updates: its segment, of ``flat`` itself or ``apart``.
+        apart: whether they are in a dtype of their own, which is that of gradients, too.
         ends: where each rank's segment of ``flat`` ends; the next begins there.
         even: whether segments have one size, so that they may cut through a parameter.
         pieces: this rank's, by name: whole parameters, or 1-D slices of them.
@@ -43,6 +49,8 @@ class Unit:
     modules: Sequence[nn.Module]
     copies: Sequence[Sequence[nn.Parameter]]
     flat: Tensor
+    main: Tensor
+    apart: bool
     ends: Sequence[int]
     even: bool
     groups: Groups
@@ -61,12 +69,21 @@ class Unit:
                 place = max(begin, own.start), min(end, own.stop)
                 self.starts[name] = place[0] - begin
                 self.places[name] = place[0] - own.start, place[1] - own.start
-                self.pieces[name] = _view(self.flat[slice(*place)]) if self.even else copies[0]
+                part = self.main[slice(*self.places[name])]
+                if self.even or self.apart:
+                    self.pieces[name] = _view(part if self.even else part.view(copies[0].shape))
+                else:
+                    self.pieces[name] = copies[0]
             begin = end
 
     def segment(self, rank: int) -> tuple[int, int]:
         """Return where the segment of a rank begins and ends."""
         return (self.ends[rank - 1] if rank else 0), self.ends[rank]
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's segment of what stages compute with."""
+        return self.flat[slice(*self.segment(self.groups.shard))]
 
     def _owners(self) -> Iterator[tuple[int, slice]]:
         """Yield the ranks that have a segment, and where it is."""
@@ -96,9 +113,25 @@ class Unit:
         works = [dist.broadcast(flat[part], src=rank, group=group, async_op=True) for rank, part in self._owners()]
         return [work for work in works if work is not None]
 
+    def whole(self, own: Tensor) -> dict[str, Tensor]:
+        """Gather what each rank has of its segment; returns it by name, in the shapes of the parameters. A collective call."""
+        flat = own.new_zeros(self.flat.numel())
+        flat[slice(*self.segment(self.groups.shard))] = own
+        for work in self.gather(flat):
+            work.wait()
+        return dict(zip(self.names, pieces_of(flat, [copies[0].shape for copies in self.copies])))
+
+    def cast(self) -> None:
+        """Give this rank's segment of what is computed with its main values."""
+        if self.apart:
+            self.own.copy_(self.main)
+            for copy in itertools.chain(*self.copies):
+                increment_version(copy)
+
     def send(self) -> None:
         """Start to send this rank's new values, and to receive the others'."""
         self.wait()
+        self.cast()
         delay("before_broadcast")
         event("broadcast", self.path)
         self.works = self.gather(self.flat)
@@ -145,7 +178,8 @@ def build_units(
                 name = name_of[parameter]
                 if parameter.requires_grad:
                     if name not in homes:
-                        key = module, name if counts[name] > 1 else None, parameter.dtype
+                        apart = name in program.working
+                        key = module, name if counts[name] > 1 else None, parameter.dtype, parameter.grad_dtype, apart
                         grouped.setdefault(key, []).append(name)
                     homes.setdefault(name, []).append(module)
     return [_unit(paths[key[0]], names, homes, held, program, groups) for key, names in grouped.items()]
@@ -192,10 +226,12 @@ def _unit(
         ordered = sorted(names, key=lambda name: program.owners[name])
         loads = [sum(sizes[name] for name in names if program.owners[name] == rank) for rank in range(ranks)]
         ends = list(itertools.accumulate(loads))
-    first = held[names[0]][0]
+    first, apart = held[names[0]][0], names[0] in program.working
     flat = torch.zeros(ends[-1], dtype=first.dtype, device=first.device)
+    main = flat[slice(ends[groups.shard - 1] if groups.shard else 0, ends[groups.shard])]
+    main = main.to(first.grad_dtype, copy=True) if apart else main
     modules = list(dict.fromkeys(module for name in names for module in homes[name]))
-    return Unit(path, ordered, modules, [held[name] for name in ordered], flat, ends, even, groups)
+    return Unit(path, ordered, modules, [held[name] for name in ordered], flat, main, apart, ends, even, groups)
 
 
 def pieces_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -2,15 +2,15 @@
 
 backward         the gradients of a unit are summed to the ranks whose pieces they are
 optimizer.step   each rank updates its pieces
-zero_grad        the new values of all units start to travel
+zero_grad        the new values of all units start to travel, in the dtype in which they are read
 next forward     a unit waits for its own values when it is entered, and for nothing else
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from graphpar.runtime.distributed import gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.state.host import copy_in
 from graphpar.runtime.state.parameters import Replicated
-from graphpar.runtime.state.units import Unit, build_units, pieces_of
+from graphpar.runtime.state.units import Unit, build_units
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -59,6 +60,14 @@ class Zero1(Replicated):
             for name, copies in zip(unit.names, unit.copies)
             if name in unit.pieces
         }
+        self._main = {
+            copy: (unit.pieces.get(name), unit.starts.get(name, 0))
+            for unit in self.units
+            if unit.apart
+            for name, copies in zip(unit.names, unit.copies)
+            for copy in copies
+        }
+        """What this rank has of the main values of parameters that are stored apart from them, and where that begins there."""
         trained = {copy for unit in self.units for copies in unit.copies for copy in copies}
         self._frozen = {
             parameter: name
@@ -66,7 +75,7 @@ class Zero1(Replicated):
             for name, parameter in stage.named_parameters()
             if parameter not in trained
         }
-        self._seen, self._seen_bits = self._state(), self._bits()
+        self.written()
         self._sent = False  # whether values were sent after the gradients of the last step were used
         by_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
@@ -87,21 +96,62 @@ class Zero1(Replicated):
 
     def written(self) -> None:
         """Note that all ranks have, or are getting, the values of this rank's pieces."""
-        self._seen, self._seen_bits = self._state(), self._bits()
+        self._seen, self._seen_bits, self._seen_versions = self._state(), self._bits(), self._versions()
+
+    def is_apart(self, parameter: Tensor) -> bool:
+        return parameter in self._main
+
+    @torch.no_grad()
+    def put(self, target: Tensor, values: Tensor) -> None:
+        super().put(target, values)
+        piece, start = self._main.get(target, (None, 0))  # type: ignore[call-overload]
+        if piece is not None:
+            copy_in(piece.view(-1), values.reshape(-1)[start : start + piece.numel()])
+
+    def loaded(self) -> None:
+        if self._main:
+            self.send()
+            self._wait()
+            self._sent = False
+        self.written()
+
+    def values(self) -> dict[str, Tensor]:
+        found = {name: value for unit in self.units if unit.apart for name, value in unit.whole(unit.main).items()}
+        return self._by_every_name(found)
+
+    def _by_every_name(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values of whole parameters by each name that the stages have for them."""
+        found = {copy: values[name] for name, copies in self.held.items() if name in values for copy in copies}
+        named = (pair for stage in self.stages for pair in stage.named_parameters(remove_duplicate=False))
+        return {name: found[parameter] for name, parameter in named if parameter in found}
 
     def settle(self) -> None:
         self._send_changed()
         self._wait()
 
     def _send_changed(self) -> None:
-        """Send the values if some rank may have new ones since they were sent, or since the last step; a collective call."""
+        """Send the values if some rank may have new ones since they were sent, or since the last step; a collective call.
+
+        Raises:
+            RuntimeProgramError: on all ranks, if one has changed what is computed with in the place of main values.
+        """
         if not self.units:
             return
-        changed = (self._bits() != self._seen_bits).any().float()
-        changed += self._state() != self._seen
+        changed = (self._bits() != self._seen_bits).any(1).float()
+        changed[0] += self._state() != self._seen
+        changed[1] += self._versions() != self._seen_versions
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
-        if changed.item():
+        main, copies = changed.tolist()
+        if copies:
+            self._overwritten()
+        if main:
             self.send()
+
+    def _overwritten(self) -> NoReturn:
+        raise RuntimeProgramError(
+            "the parameters of a stage were changed, which are copies in 16 bits of main values (zero=1), so the next step would undo it; "
+            "change those of pipeline.named_parameters(), or load a file"
+        )
 
     def _wait(self) -> None:
         for unit in self.units:
@@ -122,6 +172,8 @@ class Zero1(Replicated):
             )
         if not self._sent:
             self._send_changed()
+        elif self._versions() != self._seen_versions:
+            self._overwritten()
         elif any(now != seen for (now, _), (seen, _) in zip(self._state(), self._seen)):
             raise RuntimeProgramError(
                 "parameters were changed while their values were sent to the other ranks, after pipeline.zero_grad() (zero=1); "
@@ -131,27 +183,22 @@ class Zero1(Replicated):
     def end_step(self) -> None:
         """Note the values and gradients that a step left behind."""
         self._wait()  # for those of units that no forward has entered
-        self._seen, self._seen_bits, self._sent = self._state(), self._bits(), False
+        self.written()
+        self._sent = False
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Gather the gradients of all pieces, by each name of the parameters of this rank's stages; a collective call."""
         gradients = {name: piece.grad for name, piece in self.pieces.items() if piece.grad is not None}
         group = self._group
         present = {name for names in gather_objects(list(gradients), group) for name in names}
-        found: dict[nn.Parameter, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for unit in self.units:
-            flat = torch.zeros_like(unit.flat)
-            own = flat[slice(*unit.segment(unit.groups.shard))]
+            own = torch.zeros_like(unit.main)
             for name, place in unit.places.items():
                 if name in gradients:
                     own[slice(*place)] = gradients[name].reshape(-1)
-            for work in unit.gather(flat):
-                work.wait()
-            shapes = [copies[0].shape for copies in unit.copies]
-            for name, copies, gradient in zip(unit.names, unit.copies, pieces_of(flat, shapes)):
-                found |= dict.fromkeys(copies, gradient) if name in present else {}
-        named = (pair for stage in self.stages for pair in stage.named_parameters(remove_duplicate=False))
-        return {name: found[parameter] for name, parameter in named if parameter in found}
+            found |= {name: gradient for name, gradient in unit.whole(own).items() if name in present}
+        return self._by_every_name(found)
 
     def _state(self) -> list[Any]:
         """What differs once an optimizer has stepped, or gradients were dropped; it may differ for other reasons, too."""
@@ -160,11 +207,20 @@ class Zero1(Replicated):
             for piece in self.pieces.values()
         ]
 
+    def _versions(self) -> list[int]:
+        """What differs once parameters are changed that are stored apart from their main values."""
+        return [copy._version for copy in self._main]
+
     def _bits(self) -> Tensor:
-        """Sum up the bits of this rank's values: what is written through ``.data`` counts as no change of a tensor."""
-        own = [unit.flat[slice(*unit.segment(unit.groups.shard))] for unit in self.units]
-        sums = [part.view(BITS[part.element_size()]).sum(dtype=torch.int64) for part in own]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+        """Sum up the bits of this rank's values: what is written through ``.data`` counts as no change of a tensor. [2, units]
+
+        First those that it updates, then those that are computed with where these are apart.
+        """
+        parts = [[unit.main for unit in self.units], [unit.own for unit in self.units if unit.apart]]
+        sums = [[part.view(BITS[part.element_size()]).sum(dtype=torch.int64) for part in each] for each in parts]
+        zero = torch.zeros((), dtype=torch.int64, device=self.units[0].flat.device if self.units else None)
+        rows = [[*each, *[zero] * (len(self.units) - len(each))] for each in sums]
+        return torch.stack([torch.stack(row) for row in rows]) if self.units else zero
 
 
 def _wait(units: Sequence[Unit], module: nn.Module, inputs: Any) -> None:
