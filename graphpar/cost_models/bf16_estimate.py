@@ -18,7 +18,7 @@ def halved(units: Sequence[Unit]) -> list[Unit]:
     """Return units for estimating seconds only: their memory is still that of fp32."""
     kinds = {id(unit.kind): _bf16_unit(unit.kind, sum(held.elements for held in unit.held)) for unit in units}
     return [
-        replace(unit, kind=kinds[id(unit.kind)], held=tuple(replace(held, copied=2) for held in unit.held))
+        replace(unit, kind=kinds[id(unit.kind)], held=tuple(replace(held, copied=2, working=2) for held in unit.held))
         for unit in units
     ]
 

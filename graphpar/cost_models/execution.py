@@ -102,9 +102,9 @@ class Execution:
     @property
     def recasts(self) -> bool:
         """Whether parameters that are read in another dtype are cast for each microbatch: compiled blocks do that, unless they are
-        gathered as they are read.
+        gathered, or stored whole, as they are read.
         """
-        return self.compiled and (self.zero < 2 or self.gather_bytes is None)
+        return self.compiled and (not self.zero or self.gather_bytes is None)
 
     @property
     def kept_for_step(self) -> bool:

@@ -68,7 +68,8 @@ class Held:
     """Parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to another unit's: a stage holds
     that once.
 
-    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``apart``: the axes of replicas
+    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``working``: those in which they
+    are stored whole where ranks update pieces of main values; 0: as they are updated. ``apart``: the axes of replicas
     that hold different experts, over which these gradients are not summed. ``backward``: False for those of blocks without one.
     ``largest``: the elements of the largest of them.
     """
@@ -83,6 +84,7 @@ class Held:
     apart: tuple[str, ...] = ()
     backward: bool = True
     largest: int = 0
+    working: int = 0
 
     def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""

@@ -122,7 +122,8 @@ class StepEnds:
                 by_axes[over] = by_axes.get(over, 0.0) + own
                 over = tuple(axis for axis in replicas if axis not in (*STATE_AXES, *held.apart))
                 beyond[over] = beyond.get(over, 0.0) + own
-                parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
+                stored = held.elements * self.bytes.stored_bytes(held)
+                parameters += stored if self.execution.zero < 2 else self.execution.gathered_bytes([held])
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         for over, nbytes in by_axes.items():
             if over:
@@ -158,9 +159,9 @@ class StepEnds:
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
-                main = self.bytes.main_bytes(held)
+                main, stored = self.bytes.main_bytes(held), self.bytes.stored_bytes(held)
                 updated = 2 * main * (1 + self.execution.optimizer.tensors) + 2 * self.bytes.gradient_bytes(held)
-                nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
+                nbytes += held.elements * (updated + (stored if main != stored else 0))
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
@@ -194,5 +195,6 @@ class StepEnds:
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
         held = self.bytes.held(stages)
-        nbytes = sum(each.elements * (each.itemsize + each.copied) for each in held if each.copied)
+        copied = [each for each in held if each.copied and self.bytes.stored_bytes(each) == each.itemsize]
+        nbytes = sum(each.elements * (each.itemsize + each.copied) for each in copied)
         return nbytes / (self.execution.shards if self.execution.zero >= 2 else 1)

@@ -31,14 +31,15 @@ Array = NDArray[np.float64]
 
 
 class _Constant(NamedTuple):
-    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, the cache of a microbatch, and what
-    the optimizer's step needs."""
+    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, the cache of a microbatch, what the
+    optimizer's step needs, and gradients, see ``_gradients``."""
 
     memory: Memory
     total: int
     inputs: tuple[Bytes, ...]
     cache: int
     stepping: int
+    gradients: tuple[int, int, int]
 
 
 class UnitBytes:
@@ -77,11 +78,16 @@ class UnitBytes:
         """Return the bytes of the copies of parameters that a step makes; those that are sharded are gathered as they are read, unless
         they are read in several dtypes."""
         as_read = self.execution.zero >= 2 and self.execution.gather_bytes is not None
-        return 0 if as_read else sum(part.elements * part.copied for part in held)
+        copied = (part for part in held if self.stored_bytes(part) == part.itemsize)
+        return 0 if as_read else sum(part.elements * part.copied for part in copied)
 
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
+
+    def stored_bytes(self, held: Held) -> int:
+        """Return the bytes of one element of what is computed with, in the dtype in which that is stored."""
+        return held.working if held.working and self.execution.zero == 1 else held.itemsize
 
     def main_bytes(self, held: Held) -> int:
         """Return the bytes of one element of what the optimizer updates: a parameter, or its main copy."""
@@ -141,8 +147,11 @@ class UnitBytes:
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         constant = self._constant(stages, own)
-        transient = max(transient, constant.stepping - activations)
+        one, several, last = constant.gradients
+        gradients = one if microbatches == 1 else several
+        transient = max(transient, constant.stepping - activations, last - gradients - activations)
         return {
+            "gradients": gradients,
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
             "cache": constant.cache * microbatches,
             "boundaries": boundaries,
@@ -165,13 +174,18 @@ class UnitBytes:
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(
-                self.state(held), buffers=sum(buffers.values()), buckets=buckets, communicators=self.communicators
+                self.state(held, 0), buffers=sum(buffers.values()), buckets=buckets, communicators=self.communicators
             )
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             stepping = run.divided(self._updated(held), 1) if run.foreach and "optimizer" not in run.offload else 0
             self._constants[key] = _Constant(
-                memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units), stepping
+                memory,
+                memory.total,
+                tuple(inputs.values()),
+                sum(unit.cache for unit in units),
+                stepping,
+                self._gradients(units, held),
             )
         return self._constants[key]
 
@@ -187,9 +201,28 @@ class UnitBytes:
         gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0  # until they are reduced
         return gradients + (run.gathered_bytes(held) if self._gathered_for_step else 0)
 
+    def _gradients(self, units: Sequence[Unit], held: Sequence[Held]) -> tuple[int, int, int]:
+        """Return the bytes of a rank's gradients, where a step has one microbatch, where it has more, and when the last are summed.
+
+        At ZeRO level 1 these are summed a unit at a time, while two have flat copies of theirs, and ranks keep the sums of their pieces. In
+        the backward of an only microbatch that frees the others; what does not repeat is one unit, whose gradients are summed last.
+        """
+        run, whole = self.execution, self.gradient_sizes(held)
+        if run.zero != 1 or not run.copies_gradients:
+            return (run.divided(whole, 2),) * 2 + (0,)
+        each = Counter(unit.kind for unit in units)
+        largest = max((self.gradient_sizes(unit.held) for unit in units if each[unit.kind] > 1), default=0)
+        rest = sum(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] == 1)
+        several, sums = whole + largest, run.divided(whole, 1)
+        one = sums + min(rest + 3 * largest, several) if self.mesh.pp == 1 else several
+        return one, several, sums + 2 * min(rest, whole)
+
     def _fixed(self, held: Sequence[Held]) -> int:
-        """Return the bytes of state, and of :meth:`_whole` with the allocator's overhead."""
-        return self.state(held).total + round((1 + ALLOCATOR_SLACK) * self._whole(held))
+        """Return the least bytes of state, and those of :meth:`_whole` with the allocator's overhead."""
+        level = 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2  # see _gradients
+        return self.state(held, self.execution.divided(self.gradient_sizes(held), level)).total + round(
+            (1 + ALLOCATOR_SLACK) * self._whole(held)
+        )
 
     @cached_property
     def _ties(self) -> list[tuple[int, str]]:
@@ -209,17 +242,19 @@ class UnitBytes:
                 summed[key] = summed.get(key, 0) + part.elements * self.gradient_bytes(part)
         return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
 
-    def state(self, held: Iterable[Held]) -> Memory:
-        """Return the bytes of parameters, gradients, main copies and optimizer state, without what is updated at one time of state that
-        lives in the host's memory."""
+    def state(self, held: Iterable[Held], gradients: int) -> Memory:
+        """Return the bytes of parameters, ``gradients``, main copies and optimizer state, without what is updated at one time of state
+        that lives in the host's memory."""
         run, parts = self.execution, list(held)
         main = sum(
-            part.elements * size for part in parts if part.trained and (size := self.main_bytes(part)) > part.itemsize
+            part.elements * size
+            for part in parts
+            if part.trained and (size := self.main_bytes(part)) > self.stored_bytes(part)
         )
         return Memory(
-            parameters=run.divided(sum(part.nbytes for part in parts), 3),
+            parameters=run.divided(sum(part.elements * self.stored_bytes(part) for part in parts), 3),
             copies=self.copied(parts),
-            gradients=run.divided(self.gradient_sizes(parts), 2),
+            gradients=gradients,
             main_copies=run.divided(main, 1),
             optimizer=0 if "optimizer" in run.offload else self.optimizer_state(parts),
         )

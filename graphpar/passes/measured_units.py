@@ -28,7 +28,7 @@ from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.operators.gradients import blocks_without_backward
-from graphpar.operators.parameter_casts import cast_parameters
+from graphpar.operators.parameter_casts import cast_parameters, working_dtypes
 from graphpar.passes.normalize.applications import placed_with
 from graphpar.passes.parallel_products import with_joined
 from graphpar.passes.split import positions_of, split, split_candidates
@@ -166,13 +166,14 @@ class _Measured:
         )  # fmt: skip
         self.python = not (how.fused or how.compiled)
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
+        working = working_dtypes(program) if program.mode == "train" else {}
         self.recomputations = Recomputations(program, degrees, how.device)
         self.kinds: dict[tuple[_Signature, frozenset[str]], UnitClass] = {}
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
         once = tuple(f"{path}." for path in blocks_without_backward(program))
-        self.held = [_held(program, degrees, stage, several, self.casts, once) for stage in self.stages]
+        self.held = [_held(program, degrees, stage, several, self.casts, working, once) for stage in self.stages]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
         self.caches = [_cache(program, stage) for stage in self.stages]
@@ -282,15 +283,16 @@ def _held(
     stage: Stage,
     several: Collection[str],
     casts: Mapping[str, torch.dtype],
+    working: Mapping[str, torch.dtype],
     once: tuple[str, ...],
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
     """Return the parameters of a unit, grouped by how their gradients are reduced, and the bytes of its buffers and constants.
 
     ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype;
-    ``once``: prefixes of those in blocks without a backward.
+    ``working``: those that are stored in it where ranks update pieces; ``once``: prefixes of those in blocks without a backward.
     """
     train = program.mode == "train"
-    groups: dict[tuple[tuple[str, ...], int, bool, int, tuple[str, ...], bool], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], int, bool, int, int, tuple[str, ...], bool], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
@@ -304,11 +306,12 @@ def _held(
         apart = tuple(axis for axis, kind in info.spec if AXIS[axis].exchanges and isinstance(kind, Shard))
         trained, itemsize = train and info.requires_grad, info.dtype.itemsize
         copied = max((casts[each].itemsize for each in program.tie_of(name) if each in casts), default=0)
+        whole = working[name].itemsize if name in working else 0
         if name in several:
-            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart))
+            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart, working=whole))
         else:
             backward = not (name.startswith(once) and not trained)
-            groups.setdefault((axes, itemsize, trained, copied, apart, backward), []).append(info.numel)
+            groups.setdefault((axes, itemsize, trained, copied, whole, apart, backward), []).append(info.numel)
     alone = [
         Held(
             axes,
@@ -317,10 +320,11 @@ def _held(
             itemsize,
             trained,
             copied=copied,
+            working=whole,
             apart=apart,
             backward=backward,
             largest=max(sizes),
         )
-        for (axes, itemsize, trained, copied, apart, backward), sizes in groups.items()
+        for (axes, itemsize, trained, copied, whole, apart, backward), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

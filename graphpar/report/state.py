@@ -14,7 +14,7 @@ from graphpar.codegen.units import parameters_of_units
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import OptimizerState, Program
 from graphpar.ir.stage import Stage
-from graphpar.operators.parameter_casts import gather_dtype
+from graphpar.operators.parameter_casts import gather_dtype, working_dtypes
 from graphpar.text import bytes_text
 
 _SHOWN = 8
@@ -38,6 +38,7 @@ def state_data(
         units[key] = units.get(key, 0) + 1
     ranks = plan.mesh.shards
     owned = owners_of(program, plan, stages) if plan.zero == 1 else {}
+    working = working_dtypes(program) if plan.zero == 1 else {}
     parts, loads = [], []
     for names in held_by_ranks(program, plan, stages):
         held = _once(program, names)
@@ -48,8 +49,14 @@ def state_data(
             shares = [[program.parameters[name] for name in trained if owned[name] == rank] for rank in range(ranks)]
             updated = max(sum(info.nbytes for info in infos) for infos in shares)
             loads.append([sum(info.numel for info in infos) for infos in shares])
+        apart = {name: program.parameters[name] for name in trained if name in working}
         stored = sum(_stored(program, plan, name) for name in held)
-        parts.append({"parameters": stored, "gradients": gradients, "optimizer": round(optimizer.tensors * updated)})
+        stored -= sum(info.numel * (info.dtype.itemsize - working[name].itemsize) for name, info in apart.items())
+        summed = plan.zero == 1 and plan.microbatches == 1 and plan.mesh.pp == 1  # to the pieces, as the backward goes
+        part = {"parameters": stored, "gradients": updated if summed else gradients}
+        if apart:  # of the rank that updates most, the share that is apart
+            part["main"] = round(updated * sum(info.nbytes for info in apart.values()) / gradients)
+        parts.append(part | {"optimizer": round(optimizer.tensors * updated)})
     return {
         "zero": plan.zero,
         "by": plan.zero1_by if plan.zero == 1 else None,
@@ -95,7 +102,8 @@ def state_text(state: Mapping[str, Any]) -> str:
     )
     own = state["rank_bytes"]
     by = f", {state['by']}" if state.get("by") else ""
-    kept = f"{state.get('kept_by', 'AdamW')}'s state {bytes_text(own['optimizer'])}"
+    kept = f"main values {bytes_text(own['main'])}, " if "main" in own else ""
+    kept += f"{state.get('kept_by', 'AdamW')}'s state {bytes_text(own['optimizer'])}"
     return (
         f"ZeRO-{state['zero']} over {state['over']}{by} · units {units} · a rank stores parameters "
         f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, {kept}"

@@ -142,7 +142,7 @@ MORE: list[tuple[type[nn.Module], str, int, dict[str, int], dict[str, Any]]] = [
     (Autocast, "contiguous", 2, {"pp": 2}, {"schedule": "1F1B"}),
     (Tied, "longest", 2, {"tp": 2}, {}),
     (Tied, "flat", 2, {"dp_replicate": 2}, {"reduce_dtype": "bf16"}),
-    (Autocast, "flat", 1, {"dp_shard": 4}, {}),
+    (Tied, "flat", 1, {"dp_shard": 4}, {}),
 ]
 
 
