@@ -290,7 +290,7 @@ class Pipeline(Stored):
         """
         self.synchronize()
         with agreed():
-            check_replicas(self.stages, self.program, self.groups, self.steps_done)
+            check_replicas(self.stages, self.program, self.groups, self._parameters.pieces, self.steps_done)
 
     def balance(self) -> Balance:
         """Count from now on how rows spread over experts. Compiled blocks are whole graphs, in which nothing is counted."""

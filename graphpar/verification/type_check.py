@@ -365,15 +365,17 @@ class _Stage:
         return outputs
 
     def _check_copies(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
-        """Check that no parameter is gathered, or cast for a step, in fewer bits than those in which it is read."""
+        """Check that no parameter is gathered, stored or cast for a step in fewer bits than those in which it is read."""
         for name, parameter in module.named_parameters():
             sharded = name in self.program.fully_sharded
-            copied = self.program.gather_dtype if sharded else self.program.casts.get(name)
+            kept = self.program.working.get(name)
+            copied = kept or (self.program.gather_dtype if sharded else self.program.casts.get(name))
             if copied is None:
                 continue
             lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, copied) != copied]
             if lost:
                 how = "interface.gather_dtype gathers it in" if sharded else "interface.casts casts it to"
+                how = "interface.working stores it in" if kept else how
                 self._problem(f"{name} is read in {lost[0]}, but {how} {copied}".replace("torch.", ""))
                 return
 

@@ -591,15 +591,22 @@ def test_parameters_are_gathered_in_the_dtype_of_the_computation(tmp_path: Path)
     assert check_folder(folder).problems == []
 
 
-def test_an_edited_dtype_of_casts_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "options", "says"),
+    [
+        ("casts", {"mesh": {"pp": 2}}, "interface.casts casts it to bfloat16"),
+        ("working", {"mesh": {"dp_shard": 2}, "zero": 1}, "interface.working stores it in bfloat16"),
+    ],
+)
+def test_an_edited_dtype_of_copies_is_found(field: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
     program = example("gpt")
-    folder = gp.partition(program, gp.plan(program, mesh={"pp": 2})).save(tmp_path / "out")
+    folder = gp.partition(program, gp.plan(program, **options)).save(tmp_path / "out")
     plan = json.loads((folder / "plan.json").read_text())
-    assert "casts" not in plan["interface"]
+    assert field not in plan["interface"]
     name = next(iter(program.parameters))
-    plan["interface"]["casts"] = {name: "bf16"}
+    plan["interface"][field] = {name: "bf16"}
     (folder / "plan.json").write_text(json.dumps(plan))
 
     (problem,) = check_folder(folder).problems
 
-    assert f"{name} is read in float32, but interface.casts casts it to bfloat16" in problem
+    assert f"{name} is read in float32, but {says}" in problem

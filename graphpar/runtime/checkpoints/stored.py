@@ -80,7 +80,7 @@ class Stored:
             fill_all(self.stages, values, self.program, self.groups.place, self._parameters.put)
             self._parameters.written()
         with agreed():
-            check_replicas(self.stages, self.program, self.groups)
+            check_replicas(self.stages, self.program, self.groups, self._parameters.pieces)
 
     def load_weights(self, path: str | Path | None = None, *, strict: bool = True) -> None:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
@@ -108,7 +108,7 @@ class Stored:
         load_all(self.stages, source, self.program, self.groups, put, draw, strict=strict)
         self._parameters.written()
         with agreed():
-            check_replicas(self.stages, self.program, self.groups)
+            check_replicas(self.stages, self.program, self.groups, self._parameters.pieces)
 
     def save_weights(self, path: str | Path) -> None:
         """Write the whole model's parameters and persistent buffers into one safetensors file; a collective call.

@@ -27,13 +27,14 @@ class Replicated:
 
     Attributes:
         held: what the stages of this rank compute with, by the first name of a tie: all copies.
-        updated: what this rank updates, by the same names: the same, or pieces of it.
+        updated: what this rank updates, by the same names: the same, or ``pieces`` of it.
         units: whose gradients are summed to the ranks of their pieces, and whose new values travel.
         divides: the axes over which the pieces are divided, besides those of the parameters' types.
         sums_first: whether gradients are summed over the ranks that share state before they are summed over others.
     """
 
     units: Sequence[Unit] = ()
+    pieces: Mapping[str, nn.Parameter] = {}
     divides: tuple[str, ...] = ()
     sums_first = False
 

@@ -7,11 +7,12 @@ others', while its weights stay different. So would ranks whose kernels round di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from graphpar.runtime.axes import STATE_AXES
 from graphpar.runtime.distributed import gather_objects, gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
@@ -45,36 +46,52 @@ def check_program(program: Manifest) -> None:
             )
 
 
-def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Groups, steps: int | None = None) -> None:
+def check_replicas(
+    stages: Sequence[nn.Module],
+    program: Manifest,
+    groups: Groups,
+    pieces: Mapping[str, Tensor],
+    steps: int | None = None,
+) -> None:
     """Compare checksums of parameters and buffers over every axis that does not shard them; a collective call.
 
     Args:
+        pieces: what this rank updates of parameters, where ranks that share state have others.
         steps: how many steps were made since they were loaded.
 
     Raises:
         RuntimeProgramError: on the ranks that see a difference, with the tensor, the axis and the ranks.
     """
-    if not program.axes:
-        return
-    held = {
-        (i, name): local(tensor.detach())
-        for i, stage in enumerate(stages)
+    held = [
+        (name, local(tensor.detach()))
+        for stage in stages
         for name, tensor in [
             *stage.named_parameters(remove_duplicate=False),
             *stage.named_buffers(remove_duplicate=False),
         ]
-    }
+    ]
+    found = _difference(held, program.axes, program, groups, steps)
+    others = [axis for axis in program.axes if axis not in STATE_AXES]
+    own = [(name, piece.detach()) for name, piece in pieces.items()]
+    found = _difference(own, others, program, groups, steps) or found
+    if found is not None:
+        raise RuntimeProgramError(found)
+
+
+def _difference(
+    held: Sequence[tuple[str, Tensor]], axes: Sequence[str], program: Manifest, groups: Groups, steps: int | None
+) -> str | None:
+    """Say which tensor differs between ranks of an axis that does not shard it, if one does; a collective call."""
     if not held:
-        return
-    sums = torch.stack([checksum(tensor) for tensor in held.values()])
-    found: str | None = None
-    for axis in program.axes:
+        return None
+    sums, found = torch.stack([checksum(tensor) for _, tensor in held]), None
+    for axis in axes:
         gathered = gather_tensors(sums, groups.axes[axis])
         for place, theirs in enumerate(gathered):
             differing = (gathered[0] != theirs).tolist()
             names = [
                 name
-                for (_, name), differs in zip(held, differing)
+                for (name, _), differs in zip(held, differing)
                 if differs and not isinstance(program.stored(name)[axis], Shard)
             ]
             if names and found is None:
@@ -88,8 +105,7 @@ def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Group
                     else f"have different values after {steps} steps. Go on from a checkpoint of before; if it happens again, a device "
                     "is at fault, or something other than this step changes parameters."
                 )
-    if found is not None:
-        raise RuntimeProgramError(found)
+    return found
 
 
 def is_compared(number: int) -> bool:
