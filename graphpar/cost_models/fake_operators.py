@@ -32,7 +32,8 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if target is _SDPA and device == "cuda":
         return _attention_on_cuda(*args, **kwargs)
     if target is packed_attention.packed_attention:  # whose documents nobody knows yet
-        return call_on_fakes(_SDPA, (*args[:3], None, 0.0, True), kwargs, device, even_experts)
+        options = {name: value for name, value in kwargs.items() if name != "window"}
+        return call_on_fakes(_SDPA, (*args[:3], None, 0.0, True), options, device, even_experts)
     if target is kv_cache.cached_attention and device == "cuda":
         return _cached_attention_on_cuda(*args, **kwargs)
     if kwargs.get("kernel"):

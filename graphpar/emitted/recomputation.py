@@ -39,7 +39,16 @@ NAMES = {
     _collectives.all_to_all_single: "all_to_all",
 }
 """Operators that are counted under one name; the others have torch's, and copies from a device to the host ``to_host``."""
-KEPT = {"attention", "aten.topk", "to_host", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+KEPT = {
+    "attention",
+    "torch_attn._varlen_attn",
+    "aten.topk",
+    "to_host",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+}
 """What ``recompute_selectively`` keeps, besides the first, the third, ... product with a weight."""
 
 

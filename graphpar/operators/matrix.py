@@ -127,8 +127,8 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
         if value_of(extra).ndim == 1 and operator_name(node) == "dropout_attention":
             texts.append(names[node.kwargs.get("batch_dim", 0)])  # type: ignore[index]  # the keys of the random streams
             continue
-        if operator_name(node) == "packed_attention":  # the first and last key of each query
-            texts.append("1 q" if sizes_of(extra)[0] == (1, 0) else "b0 q")
+        if operator_name(node) == "packed_attention":  # the document of each key, and the place of each query
+            texts.append(f"{'1' if sizes_of(extra)[0] == (1, 0) else 'b0'} {'k' if extra is operands[3] else 'q'}")
             continue
         sizes = sizes_of(extra)
         aligned = names[len(names) - len(sizes) :]
@@ -216,28 +216,16 @@ def _packed_of_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    last: Tensor,
+    documents: Tensor,
+    places: Tensor,
+    window: int | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    keys = torch.arange(key.size(2), device=key.device)
-    shown = (keys >= first.unsqueeze(2)) & (keys <= last.unsqueeze(2))
+    before = places.unsqueeze(2) - torch.arange(key.size(2), device=key.device)
+    shown = (documents[:, places[0]].unsqueeze(2) == documents.unsqueeze(1)) & (before >= 0)
+    shown &= before < (key.size(2) if window is None else window)
     return F.scaled_dot_product_attention(query, key, value, shown.unsqueeze(1), scale=scale, enable_gqa=enable_gqa)
-
-
-def _starts_of_parts(documents: Tensor) -> Tensor:
-    return (documents.unsqueeze(2) > documents.unsqueeze(1)).sum(2)
-
-
-def _spans(begins: Tensor) -> tuple[Tensor, Tensor]:
-    """What each position sees of documents that begin where ``begins`` is 1."""
-    return _starts_of_parts(begins.cumsum(1)), torch.arange(begins.size(1)).unsqueeze(0)
-
-
-def document_starts(node: fx.Node) -> Rule:
-    """Each row by itself."""
-    return Rule((("row", "position"),), (("row", "position"),), frozenset({"position"}))
 
 
 def _embedding_of_parts(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -448,13 +436,13 @@ RECORDS: dict[str, Record] = {
     "packed_attention": Record(Kind.ATTENTION, placements=attention, composite=Composite(
         emitted_packed.packed_attention, _packed_of_parts, samples=(
             lambda draw: (
-                (draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), *_spans(draw(2, 8, below=2))), {"enable_gqa": True}
+                (draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), draw(2, 8, below=2).cumsum(1), torch.arange(8)[None]),
+                {"enable_gqa": True},
             ),
-            lambda draw: ((draw(2, 4, 3, 6), draw(2, 4, 8, 6), draw(2, 4, 8, 6), *(x[:, 5:] for x in _spans(draw(2, 8, below=2)))), {}),
+            lambda draw: (
+                (draw(2, 4, 3, 6), draw(2, 4, 8, 6), draw(2, 4, 8, 6), draw(2, 8, below=2), torch.arange(5, 8)[None]), {"window": 3}
+            ),
         ),
-    )),
-    "document_starts": Record(Kind.SCAN, document_starts, composite=Composite(
-        emitted_packed.document_starts, _starts_of_parts, samples=(lambda draw: ((draw(3, 9, below=2).cumsum(1),), {}),)
     )),
     "embedding": Record(
         Kind.LOOKUP, embedding, module="Embedding",

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import graphpar as gp
-from graphpar.emitted.packed_attention import document_starts, packed_attention
+from graphpar.emitted import packed_attention as emitted
+from graphpar.emitted.packed_attention import packed_attention
 from tests.tools.programs import check_parts
 
 LENGTH, BATCH, WIDTH, END = 16, 4, 16, 0
 DOCUMENTS = ([5, 11], [16], [1, 2, 3, 10], [8, 8])
 
 
-def of_transformers() -> tuple[Any, dict[str, Tensor]]:
-    config = LlamaConfig(
+def of_transformers(slides: bool) -> tuple[Any, dict[str, Tensor]]:
+    """A Llama, or a Mistral, whose attention has a window."""
+    config = (MistralConfig if slides else LlamaConfig)(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        use_cache=False,
+        use_cache=False, **({"sliding_window": 4} if slides else {}),
     )  # fmt: skip
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in DOCUMENTS])
     ids = torch.randint(64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(positions == 0, -100)
-    return functools.partial(LlamaForCausalLM, config), {"input_ids": ids, "position_ids": positions, "labels": labels}
+    return functools.partial(MistralForCausalLM if slides else LlamaForCausalLM, config), {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": labels,
+    }
 
 
 class Attention(nn.Module):
@@ -63,13 +70,15 @@ class Packed(nn.Module):
             documents = F.pad(documents[:, :-1], (1, 0))
         elif self.kind == "over the batch":
             documents = ends.flatten()[None].cumsum(-1).view(-1, LENGTH)
-        elif self.kind == "any numbers":
-            documents = ids // 8
+        elif self.kind in ("any numbers", "window over any"):
+            documents = ids // 4
         elif self.kind == "before itself":
             causal = causal.tril(-1) | torch.eye(LENGTH, dtype=torch.bool).logical_and(causal)
         mask = (documents[:, :, None] == documents[:, None, :]) & causal
-        if self.kind == "window":
+        if self.kind.startswith("window"):
             mask = mask & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
+        if self.kind == "padding":
+            mask = mask & (ids != 5)[:, None]
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, mask[:, None])
@@ -80,9 +89,11 @@ KINDS = {
     "ends": True,
     "shifted": True,
     "before itself": True,
-    "any numbers": False,
-    "window": False,
-    "over the batch": False,
+    "any numbers": True,
+    "window": True,
+    "window over any": True,
+    "over the batch": True,
+    "padding": False,
 }
 """Whether documents are proved."""
 PLANS: dict[str, dict[str, Any]] = {
@@ -91,6 +102,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp": {"mesh": {"pp": 2}, "microbatch_size": 2},
     "dp_shard": {"mesh": {"dp_shard": 2}, "zero": 3, "recompute": "full"},
     "cp": {"mesh": {"cp": 2}},
+    "cp and tp": {"mesh": {"cp": 2, "tp": 2}},
     "budget": {"mesh": {"dp_replicate": 2}, "recompute": "budget:0.5"},
 }
 
@@ -98,8 +110,8 @@ PLANS: dict[str, dict[str, Any]] = {
 @functools.cache
 def program(kind: str) -> gp.Program:
     torch.manual_seed(0)
-    if kind == "transformers":
-        model, inputs = of_transformers()
+    if kind in ("transformers", "sliding"):
+        model, inputs = of_transformers(kind == "sliding")
         return gp.export(model, kwargs=inputs)
     ids = torch.randint(0, 12, (BATCH, LENGTH))
     return gp.export(functools.partial(Packed, kind), (ids, ids.roll(-1, 1)))
@@ -114,32 +126,74 @@ def parts(kind: str, plan: str) -> gp.Parts:
 @pytest.mark.costly
 def test_rows_of_documents_train_as_in_the_model() -> None:
     check_parts(
-        [parts("transformers", "tp"), parts("ends", "pp"), parts("shifted", "dp_shard"), parts("before itself", "cp")]
-    )
+        [
+            parts("transformers", "tp"), parts("ends", "pp"), parts("shifted", "dp_shard"), parts("before itself", "cp"),
+            parts("any numbers", "cp"), parts("window", "cp"), parts("sliding", "tp"),
+        ]
+    )  # fmt: skip
 
 
 def test_other_masks_stay() -> None:
     check_parts(
-        [parts("any numbers", "one device"), parts("window", "one device"), parts("over the batch", "one device")]
+        [parts("padding", "one device"), parts("window over any", "one device"), parts("over the batch", "one device")]
     )
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1 / 3)
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["transformers", *(kind for kind in KINDS if kind != "over the batch")])
+@pytest.mark.parametrize("kind", ["transformers", "sliding", *(kind for kind in KINDS if kind != "over the batch")])
 def test_each_kind_on_each_axis(kind: str, plan: str) -> None:
     check_parts([parts(kind, plan)])
 
 
-def test_a_document_sees_nothing_of_another() -> None:
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [4, 4, 4, 4, 4, 4, 4, 9]])
-    first, last = document_starts(documents), torch.arange(8)[None]
-    assert first.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5], [0] * 7 + [7]]
-    query, key, value = torch.randn(3, 2, 2, 8, 4).unbind(0)
-    whole = packed_attention(query, key, value, first, last)
-    alone = [F.scaled_dot_product_attention(*(x[:1, :, 3:5] for x in (query, key, value)), is_causal=True)]
-    torch.testing.assert_close(whole[:1, :, 3:5], alone[0])
-    assert packed_attention(*(x.to("meta") for x in (query, key, value, first, last))).shape == whole.shape
-    part = packed_attention(query[:, :, 4:], key, value, first[:, 4:], last[:, 4:])  # queries of another rank
-    torch.testing.assert_close(part, whole[:, :, 4:])
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, longest: int, longest_keys: int, *,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch documents of ``varlen_attn``, which runs on CUDA alone: the last query sees the last key."""
+    results = []
+    for (begin, end), (first, last) in zip(
+        itertools.pairwise(query_ends.tolist()), itertools.pairwise(key_ends.tolist())
+    ):
+        assert end - begin <= longest and last - first <= longest_keys and window_size[1] == 0
+        before = torch.arange(end - begin)[:, None] + (last - first) - (end - begin) - torch.arange(last - first)
+        shown = (before >= 0) & (before <= window_size[0] if window_size[0] >= 0 else before >= 0)
+        q, k, v = (x.transpose(0, 1) for x in (query[begin:end], key[first:last], value[first:last]))
+        each = F.scaled_dot_product_attention(q[None], k[None], v[None], shown, scale=scale, enable_gqa=enable_gqa)
+        results.append(each[0].transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["batches", "one call"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_document_sees_nothing_of_another(seed: int, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emitted, "_takes_all", lambda query, value: kernel)
+    monkeypatch.setattr(emitted, "_varlen", varlen)
+    torch.manual_seed(seed)
+    batch, length, groups = 1 + seed % 3, 5 + 3 * seed, 2
+    documents = torch.randint(3, (1 if seed == 4 else batch, length))
+    documents = documents.cumsum(1) if seed % 2 else documents
+    places = torch.arange(length)[None]
+    if seed % 3 == 1:  # of another rank
+        places = places[:, length // 2 :]
+    elif seed % 3 == 2:
+        places = torch.cat([places[:, :2], places[:, 4:]], 1)
+    query = torch.randn(batch, 4, places.numel(), 6, requires_grad=True)
+    key, value = (torch.randn(batch, groups, length, 6, requires_grad=True) for _ in range(2))
+    for window in (None, 3, length):
+        options: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
+        found = packed_attention(query, key, value, documents, places, window, **options)
+        own, keys = places.mT, torch.arange(length)
+        shown = (
+            (documents[:, places[0], None] == documents[:, None]) & (keys <= own) & (own - keys < (window or length))
+        )
+        expected = F.scaled_dot_product_attention(query, key, value, shown[:, None], **options)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(found)
+        for one, other in zip(
+            *(torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (found, expected))
+        ):
+            torch.testing.assert_close(one, other)
+    meta = (x.to("meta") for x in (query, key, value, documents, places))
+    assert packed_attention(*meta, enable_gqa=True).shape == query.shape

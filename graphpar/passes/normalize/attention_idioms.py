@@ -191,7 +191,7 @@ def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     queries, keys = sizes(node)[-2:]
     if queries != keys:
         return False
-    slides = masks.program.mode == GENERATE and masks.window(mask, queries) is not None
+    slides = masks.program.mode == GENERATE and masks.window((mask,), queries) is not None
     return slides or masks.is_causal(mask, queries)
 
 
@@ -226,7 +226,7 @@ def mask_window(node: fx.Node, masks: Masks) -> int | None:
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
         return None
     length, keys = (sizes(operand)[-2] for operand in node.args[:2])
-    return masks.window(mask, length) if length == keys else None
+    return masks.window((mask,), length) if length == keys else None
 
 
 def without_mask(node: fx.Node) -> fx.Node:

@@ -94,48 +94,58 @@ class Masks:
 
     Attributes:
         program: the program whose graph the masks are in.
-        spans: by the numbers of documents, the first and the last position that each one sees, see
-            :mod:`graphpar.passes.normalize.packed_masks`.
+        places: by the length of rows, the place of each position, see :mod:`graphpar.passes.normalize.packed_masks`.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._lengths: dict[int, _Values] = {}
-        self._known: dict[fx.Node, int | None] = {}
-        self.spans: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self._known: dict[tuple[fx.Node, ...], int | None] = {}
+        self.places: dict[int, fx.Node] = {}
 
     def is_causal(self, mask: fx.Node, length: int | str) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.
 
         A ``length`` that is no number is that of the sequence of a program for generation, whose masks are tried in several lengths.
         """
-        return self.window(mask, length) == self._longest(length)
+        return self.window((mask,), length) == self._longest(length)
 
-    def window(self, mask: fx.Node, length: int | str) -> int | None:
-        """Return how many columns ``mask`` shows each row, its own the last, where there are so many before it.
+    def window(self, masks: tuple[fx.Node, ...], length: int | str) -> int | None:
+        """Return how many columns all of ``masks`` show each row, its own the last, where there are so many before it.
 
-        That is the (longest) length where the mask is causal; None where it shows anything else.
+        That is the (longest) length where they are causal; None where they show anything else.
         """
-        made = value_of(mask)
-        if not isinstance(made, Tensor) or made.ndim < 2 or sizes(mask)[-2:] != [length, length]:
+        made = value_of(masks[0])
+        if not isinstance(made, Tensor) or made.ndim < 2 or sizes(masks[0])[-2:] != [length, length]:
             return None
         if not isinstance(length, int) and (self.program.mode != GENERATE or size_coefficient(made.shape[-1]) != 1):
             return None
-        if mask not in self._known:
+        if masks not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[mask] = self._window(mask, length)
+                    self._known[masks] = self._window(masks, length)
             except _UNKNOWN:
-                self._known[mask] = None
-        return self._known[mask]
+                self._known[masks] = None
+        return self._known[masks]
 
-    def _window(self, mask: fx.Node, length: int | str) -> int | None:
+    def _window(self, masks: tuple[fx.Node, ...], length: int | str) -> int | None:
         longest = self._longest(length)
-        width = _last_row(self._values(length, longest).of(mask))
+        width = _last_row(self._shown(masks, length, longest))
         if not 1 <= width <= longest:
             return None
         tried = [longest] if isinstance(length, int) else tried_lengths(longest, width)
-        return width if all(_shows(self._values(length, n).of(mask), n, width) for n in tried) else None
+        return width if all(_shows(self._shown(masks, length, n), n, width) for n in tried) else None
+
+    def _shown(self, masks: tuple[fx.Node, ...], length: int | str, tried: int) -> Any:
+        """Return what all of the masks show; several are of booleans."""
+        first, *others = (self._values(length, tried).of(mask) for mask in masks)
+        for other in others:
+            first = (
+                first & other
+                if isinstance(first, Tensor) and isinstance(other, Tensor)
+                else _joined(first, other, _AND)
+            )
+        return first
 
     def values(self, node: fx.Node) -> Iterator[tuple[int, Any]]:
         """Yield lengths of a sequence of a program for generation, the longest first, with the value that ``node`` has in each.

@@ -1,22 +1,21 @@
 """What the structure of a mask proves: that each position sees those before it in its own document, of several that are packed into a row.
 
-    (documents[:, :, None] == documents[:, None, :]) & causal            documents = (...).cumsum(-1), which never falls
+    (documents[:, :, None] == documents[:, None, :]) & causal            whatever numbers documents have; also of a window that slides
     (documents[:, :, None] == documents[:, None, :]) & (p[:, None, :] <= p[:, :, None])    documents = (p.diff(prepend=..) != 1).cumsum(-1)
 
-The second is transformers' mask of position ids that start again: inside of a document they count up, so that their order is that of the
-positions.
+The second is transformers' mask of position ids that start again: inside of a document they count up, so that they are as far apart as the
+positions are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphpar.emitted import packed_attention as emitted
-from graphpar.frontend.fixed_size import TWIN
 from graphpar.ir.program import value_of
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
@@ -44,31 +43,38 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     shapes = [sizes(operand) for operand in node.args[:3]]
     if any(len(shape) != 4 for shape in shapes) or not isinstance(length, int) or any(s[2] != length for s in shapes):
         return False
-    documents = _documents_of(mask, length, masks) if keys == length and lead[1:] == [1] else None
-    if documents is None or sizes(documents) not in ([1, length], [shapes[0][0], length]):
+    found_documents = _documents_of(mask, length, masks) if keys == length and lead[1:] == [1] else None
+    if found_documents is None:
         return False
-    first, last = _spans(documents, length, masks)
+    documents, window = found_documents
+    if sizes(documents) not in ([1, length], [shapes[0][0], length]):
+        return False
     plain = without_mask(node)
     once = without_repeats(plain) or plain
-    given = {name: literal(once, name) for name in ("scale", "enable_gqa")}
+    given = {name: literal(once, name) for name in ("scale", "enable_gqa")} | {"window": window}
     options = {name: value for name, value in given.items() if value not in (None, False)}
-    insert_call(once, emitted.packed_attention, (*once.args[:3], first, last), options)
+    insert_call(once, emitted.packed_attention, (*once.args[:3], documents, _places(documents, length, masks)), options)
     return True
 
 
-def _documents_of(mask: fx.Node, length: int, masks: Masks) -> fx.Node | None:
-    """Return the numbers of documents [b, s] of which ``mask`` shows each position its own, up to itself; None where it shows others."""
+def _documents_of(mask: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, int | None] | None:
+    """Return the numbers of documents [b, s] of which ``mask`` shows each position its own, up to itself, and the window that it has;
+    None where it shows others."""
     parts = list(_conjuncts(mask, length))
-    same = [numbers for part in parts if (numbers := _compared(part, "eq", length)) and numbers[0] is numbers[1]]
-    others = [part for part in parts if not ((found := _compared(part, "eq", length)) and found[0] is found[1])]
-    if len(same) != 1 or len(others) != 1:
+    equal = {part: sides[0] for part in parts if (sides := _equal(part, length)) and sides[0] is sides[1]}
+    if len(equal) != 1 or value_of(documents := next(iter(equal.values()))).is_floating_point():
         return None
-    documents = same[0][0]
-    ordered = _compared(others[0], "le", length)
-    counted = ordered is not None and ordered[0] is ordered[1] and _counts_up(documents, ordered[0])
-    if counted or (_never_falls(documents) and masks.is_causal(others[0], length)):
-        return documents
-    return None
+    others = [part for part in parts if part not in equal]
+    counted = {
+        part: far for part in others if (far := _distance(part, length)) and _counts_up(documents, far.positions)
+    }
+    others = sorted((part for part in others if part not in counted), key=lambda part: -value_of(part).ndim)
+    window = masks.window(tuple(others), length) if others else length
+    after = [far.most for far in counted.values() if far.most is not None] + [0] * bool(others)
+    before = [1 - far.least for far in counted.values() if far.least is not None]
+    if window is None or not after or min(after) != 0 or (window := min([window, *before])) < 1:
+        return None
+    return documents, None if window == length else window
 
 
 def _conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
@@ -84,20 +90,60 @@ def _conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
         yield mask
 
 
-def _compared(mask: fx.Node, name: str, length: int) -> tuple[fx.Node, fx.Node] | None:
-    """Return what is compared of columns and of rows by ``columns name rows``; None for another mask."""
-    turned = {"eq": "eq", "le": "ge"}[name]
-    if not is_call(mask, name, turned) or len(mask.all_input_nodes) != 2:
+def _equal(mask: fx.Node, length: int) -> tuple[fx.Node, fx.Node] | None:
+    """Return what is compared of columns and of rows, where a mask shows what is equal; None for another mask."""
+    sides = _sides(mask, length) if is_call(mask, "eq") else None
+    return (_flat(sides[0]), _flat(sides[1])) if sides is not None else None
+
+
+class _Distance(NamedTuple):
+    """A mask shows the columns whose ``positions`` [b, s] are at least so much, and at most so much, above that of their row."""
+
+    positions: fx.Node
+    least: int | None
+    most: int | None
+
+
+def _distance(mask: fx.Node, length: int) -> _Distance | None:
+    """Return which distances a mask shows, that compares positions with the same ones; None for another mask."""
+    sides = _sides(mask, length) if is_call(mask, "le", "lt", "ge", "gt") else None
+    if sides is None:
         return None
-    first, second = mask.all_input_nodes
-    if sizes(first)[-2:] == [length, 1]:
-        first, second, name, turned = second, first, turned, name
-    fits = sizes(first)[-2:] == [1, length] and sizes(second)[-2:] == [length, 1] and is_call(mask, name)
-    return (_flat(first), _flat(second)) if fits else None
+    (columns, above), (rows, below) = map(_shifted, sides)
+    if columns is not rows or columns.meta["val"].dtype not in (torch.int64, torch.int32):
+        return None
+    less, strict = is_call(mask, "le", "lt"), is_call(mask, "lt", "gt")
+    far = below - above
+    if less == (sides[0] is mask.args[0]):
+        return _Distance(columns, None, far - strict)
+    return _Distance(columns, far + strict, None)
+
+
+def _sides(mask: fx.Node, length: int) -> tuple[fx.Node, fx.Node] | None:
+    """Return the operands of columns and of rows of a comparison of each with each."""
+    if len(mask.all_input_nodes) != 2:
+        return None
+    columns, rows = mask.all_input_nodes
+    if sizes(columns)[-2:] == [length, 1]:
+        columns, rows = rows, columns
+    return (columns, rows) if sizes(columns)[-2:] == [1, length] and sizes(rows)[-2:] == [length, 1] else None
+
+
+def _shifted(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the [b, s] that ``node`` has in order, and what is added to each."""
+    node, added = _flat(node), 0
+    while (
+        is_call(node, "add", "sub")
+        and isinstance(by := literal(node, "other"), int)
+        and literal(node, "alpha", default=1) == 1
+    ):
+        added += by if is_call(node, "add") else -by
+        node = _flat(_first(node))
+    return node, added
 
 
 def _flat(node: fx.Node) -> fx.Node:
-    """Return the [b, s] of which ``node`` has the elements in order."""
+    """Return the [b, s] of which ``node`` has the elements in order, or the first of more dims that is no view."""
     while record_of(node).kind in _SHAPES and value_of(node).ndim > 2:
         node = _first(node)
     return node
@@ -116,20 +162,6 @@ def _counts_up(documents: fx.Node, positions: fx.Node) -> bool:
     return along and prepended and _first(steps) is positions and sizes(steps) == sizes(positions)
 
 
-def _never_falls(documents: fx.Node) -> bool:
-    """Whether numbers count what is true of the positions up to each, or before it."""
-    if is_call(documents, "pad", "constant_pad_nd"):
-        widths: Any = documents.args[1]
-        zero = number(literal(documents, "value")) in (None, 0.0)
-        shifted = _first(documents)
-        return zero and list(widths) == [1, 0] and is_call(shifted, "slice") and _never_falls(_first(shifted))
-    return value_of(documents).ndim == 2 and _sums_along(documents) and _is_true_or_false(_first(documents))
-
-
-def _is_true_or_false(node: fx.Node) -> bool:
-    return bool(value_of(_without_copies(node)).dtype == torch.bool)
-
-
 def _sums_along(node: fx.Node) -> bool:
     return is_call(node, "cumsum") and literal(node, "dim") in (-1, 1) and not value_of(node).is_floating_point()
 
@@ -145,19 +177,16 @@ def _first(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0]
 
 
-def _spans(documents: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, fx.Node]:
-    """Return the nodes of the first and of the last position that each one sees, made once for all layers."""
-    if documents not in masks.spans:
+def _places(documents: fx.Node, length: int, masks: Masks) -> fx.Node:
+    """Return the node of the place of each position in its row, made once for all layers."""
+    if length not in masks.places:
         graph = documents.graph
-        place = {key: documents.meta.get(key) for key in ("module_stack", "source")}
-        numbers = value_of(documents).new_empty(length, dtype=torch.int64)
-        with graph.inserting_after(documents):
-            first = graph.call_function(emitted.document_starts, (documents,))
-        with graph.inserting_before(first):
+        begin = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+        with graph.inserting_before(begin):
             order = graph.call_function(_aten.arange.default, (length,))
-            last = graph.call_function(_aten.unsqueeze.default, (order, 0))
-        kept = {key: item for key, item in documents.meta.items() if key in ("batch_coefficients", TWIN)}
-        first.meta = {**place, **kept, "val": value_of(documents).to(torch.int64)}
-        order.meta, last.meta = {**place, "val": numbers}, {**place, "val": numbers.unsqueeze(0)}
-        masks.spans[documents] = first, last
-    return masks.spans[documents]
+            places = graph.call_function(_aten.unsqueeze.default, (order, 0))
+        place = {key: begin.meta.get(key) for key in ("module_stack", "source")}
+        numbers = value_of(documents).new_empty(length, dtype=torch.int64)
+        order.meta, places.meta = {**place, "val": numbers}, {**place, "val": numbers.unsqueeze(0)}
+        masks.places[length] = places
+    return masks.places[length]
