@@ -31,9 +31,13 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
         return made[0] if OPERATORS[target].alone else made
     if target is _SDPA and device == "cuda":
         return _attention_on_cuda(*args, **kwargs)
-    if target is packed_attention.packed_attention:  # whose documents nobody knows yet
+    if target in (
+        packed_attention.packed_attention,
+        packed_attention.balanced_packed_attention,
+    ):  # of one document a row
+        keys = args[1:3] if len(args) == 4 else [collectives.all_gather(x, args[4], 2) for x in args[1:3]]
         options = {name: value for name, value in kwargs.items() if name != "window"}
-        return call_on_fakes(_SDPA, (*args[:3], None, 0.0, True), options, device, even_experts)
+        return call_on_fakes(_SDPA, (args[0], *keys, None, 0.0, True), options, device, even_experts)
     if target is kv_cache.cached_attention and device == "cuda":
         return _cached_attention_on_cuda(*args, **kwargs)
     if kwargs.get("kernel"):

@@ -127,13 +127,14 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
         if value_of(extra).ndim == 1 and operator_name(node) == "dropout_attention":
             texts.append(names[node.kwargs.get("batch_dim", 0)])  # type: ignore[index]  # the keys of the random streams
             continue
-        if operator_name(node) == "packed_attention":  # the document of each key, and the place of each query
-            texts.append(f"{'1' if sizes_of(extra)[0] == (1, 0) else 'b0'} {'k' if extra is operands[3] else 'q'}")
+        if operator_name(node) == "packed_attention":  # the document of each key
+            texts.append("1 k" if sizes_of(extra)[0] == (1, 0) else "b0 k")
             continue
         sizes = sizes_of(extra)
         aligned = names[len(names) - len(sizes) :]
         texts.append(" ".join("1" if size == (1, 0) else name for size, name in zip(sizes, aligned)))
-    causal = bool(literal(node, "is_causal", 5, False)) or operator_name(node) == "cached_attention"
+    by_place = operator_name(node) in ("cached_attention", "packed_attention")
+    causal = bool(literal(node, "is_causal", 5, False)) or by_place
     fixed = "k e f h g" if shared else "k e f"
     rule = parse_rule(f"{', '.join(texts)} -> {lead} h q f", *_ranks(node), fixed=f"{fixed} q" if causal else fixed)
     found = from_rule(node, rule, context)
@@ -199,6 +200,28 @@ def ring_messages(node: fx.Node, operands: Sequence[Local], result: Local, degre
     return forward, backward
 
 
+def packed_ring(node: fx.Node, context: Context) -> list[Placement]:
+    """Documents over the ranks of a sequence."""
+    rows, by_rows = sizes_of(node)[2], Shard(2)
+    if rows[1] or not can_shard(rows, by_rows, context.degree):
+        return []
+    return [Placement((by_rows, by_rows, by_rows, R), (by_rows,), "balanced_packed_attention")]
+
+
+def packed_arguments(call: LocalCall, axes: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Attention of this rank's rows, or of others that see about as many keys."""
+    return (*call.args[:4], *axes), dict(call.kwargs)
+
+
+def packed_messages(node: fx.Node, operands: Sequence[Local], result: Local, degree: int) -> Messages:
+    """Keys and values are gathered, and their gradients summed; at most all queries and results travel, and their gradients."""
+    keys, queries = degree * (operands[1].nbytes + operands[2].nbytes), degree * (operands[0].nbytes + result.nbytes)
+    return (
+        [Message("all-gather", keys), Message("all-to-all", queries)],
+        [Message("all-to-all", queries), Message("reduce-scatter", keys)],
+    )
+
+
 def _attention_of_parts(
     query: Tensor,
     key: Tensor,
@@ -217,13 +240,13 @@ def _packed_of_parts(
     key: Tensor,
     value: Tensor,
     documents: Tensor,
-    places: Tensor,
     window: int | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    before = places.unsqueeze(2) - torch.arange(key.size(2), device=key.device)
-    shown = (documents[:, places[0]].unsqueeze(2) == documents.unsqueeze(1)) & (before >= 0)
+    places = torch.arange(key.size(2), device=key.device)
+    before = places.unsqueeze(1) - places
+    shown = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (before >= 0)
     shown &= before < (key.size(2) if window is None else window)
     return F.scaled_dot_product_attention(query, key, value, shown.unsqueeze(1), scale=scale, enable_gqa=enable_gqa)
 
@@ -436,12 +459,19 @@ RECORDS: dict[str, Record] = {
     "packed_attention": Record(Kind.ATTENTION, placements=attention, composite=Composite(
         emitted_packed.packed_attention, _packed_of_parts, samples=(
             lambda draw: (
-                (draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), draw(2, 8, below=2).cumsum(1), torch.arange(8)[None]),
-                {"enable_gqa": True},
+                (draw(2, 4, 8, 6), draw(2, 2, 8, 6), draw(2, 2, 8, 6), draw(2, 8, below=2).cumsum(1)), {"enable_gqa": True}
             ),
+            lambda draw: ((draw(2, 4, 8, 6), draw(2, 4, 8, 6), draw(2, 4, 8, 6), draw(2, 8, below=2)), {"window": 3}),
+        ),
+    )),
+    "balanced_packed_attention": Record(Kind.ATTENTION, composite=Composite(
+        emitted_packed.balanced_packed_attention, _packed_of_parts, of=emitted_packed.packed_attention, placements=packed_ring,
+        arguments=packed_arguments, sends=packed_messages, divides=(Divides.SEQUENCE,), title="attention in documents",
+        samples=(
             lambda draw: (
-                (draw(2, 4, 3, 6), draw(2, 4, 8, 6), draw(2, 4, 8, 6), draw(2, 8, below=2), torch.arange(5, 8)[None]), {"window": 3}
+                (draw(2, 4, 24, 6), draw(2, 2, 24, 6), draw(2, 2, 24, 6), (draw(2, 24, below=6) == 0).cumsum(1)), {"enable_gqa": True}
             ),
+            lambda draw: ((draw(1, 4, 12, 6), draw(1, 4, 12, 6), draw(1, 4, 12, 6), draw(1, 12, below=2)), {"window": 3}),
         ),
     )),
     "embedding": Record(

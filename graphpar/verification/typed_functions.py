@@ -206,7 +206,7 @@ def declare_composites(module: ModuleType, axes: Axes, collectives: ModuleType) 
             setattr(module, name, typed)
     if module is not collectives and hasattr(module, "rank"):
         # a number in a function that is typed as a whole, whose backward runs where nothing has a type
-        setattr(module, "rank", lambda axis: module._axes[axis][2])  # noqa: B010  a module's type has no such name
+        setattr(module, "rank", lambda axis: collectives._axes[axis][2])  # noqa: B010  a module's type has no such name
 
 
 def _typed(function: Callable[..., Tensor], composite: Composite, axes: Axes) -> Callable[..., Tensor]:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import graphpar as gp
+from graphpar.emitted import collectives
 from graphpar.emitted import packed_attention as emitted
-from graphpar.emitted.packed_attention import packed_attention
+from graphpar.emitted.packed_attention import balanced_packed_attention, packed_attention
+from graphpar.operators.rank_threads import on_ranks
 from tests.tools.programs import check_parts
 
-LENGTH, BATCH, WIDTH, END = 16, 4, 16, 0
-DOCUMENTS = ([5, 11], [16], [1, 2, 3, 10], [8, 8])
+LENGTH, BATCH, WIDTH, END = 32, 4, 16, 0
+DOCUMENTS = ([5, 27], [32], [1, 2, 3, 26], [16, 16])
 
 
 def of_transformers(slides: bool) -> tuple[Any, dict[str, Tensor]]:
@@ -38,13 +40,13 @@ def of_transformers(slides: bool) -> tuple[Any, dict[str, Tensor]]:
 
 
 class Attention(nn.Module):
-    def __init__(self, written: bool) -> None:
+    def __init__(self, written: bool, heads: int) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.written = written
+        self.written, self.heads = written, heads
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
         if self.written:
             scores = q @ k.mT * q.size(-1) ** -0.5 + torch.where(mask, 0.0, float("-inf"))
             y = scores.softmax(-1) @ v
@@ -56,11 +58,11 @@ class Attention(nn.Module):
 class Packed(nn.Module):
     """``kind``: how a model of one's own says which documents there are."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, heads: int) -> None:
         super().__init__()
         self.kind = kind
         self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
-        self.blocks = nn.ModuleList([Attention(written=kind == "shifted") for _ in range(2)])
+        self.blocks = nn.ModuleList([Attention(kind == "shifted", heads) for _ in range(2)])
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         ends = ids == END
@@ -108,18 +110,20 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def program(kind: str) -> gp.Program:
+def program(kind: str, heads: int) -> gp.Program:
     torch.manual_seed(0)
     if kind in ("transformers", "sliding"):
         model, inputs = of_transformers(kind == "sliding")
         return gp.export(model, kwargs=inputs)
     ids = torch.randint(0, 12, (BATCH, LENGTH))
-    return gp.export(functools.partial(Packed, kind), (ids, ids.roll(-1, 1)))
+    return gp.export(functools.partial(Packed, kind, heads), (ids, ids.roll(-1, 1)))
 
 
 def parts(kind: str, plan: str) -> gp.Parts:
-    made = gp.partition(program(kind), gp.plan(program(kind), **PLANS[plan]))
-    assert ("packed_attention(" in made.files["blocks.py"]) == KINDS.get(kind, True), kind
+    traced = program(kind, 1 if "cp" in plan else 2)  # one that no axis divides
+    made = gp.partition(traced, gp.plan(traced, **PLANS[plan]))
+    called = "balanced_packed_attention(" if "cp" in plan else "packed_attention("
+    assert (called in made.files["blocks.py"]) == KINDS.get(kind, True), kind
     return made
 
 
@@ -166,34 +170,48 @@ def varlen(
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["batches", "one call"])
-@pytest.mark.parametrize("seed", range(12))
-def test_a_document_sees_nothing_of_another(seed: int, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_document_sees_nothing_of_another(
+    seed: int, ranks: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(emitted, "_takes_all", lambda query, value: kernel)
     monkeypatch.setattr(emitted, "_varlen", varlen)
     torch.manual_seed(seed)
-    batch, length, groups = 1 + seed % 3, 5 + 3 * seed, 2
-    documents = torch.randint(3, (1 if seed == 4 else batch, length))
-    documents = documents.cumsum(1) if seed % 2 else documents
-    places = torch.arange(length)[None]
-    if seed % 3 == 1:  # of another rank
-        places = places[:, length // 2 :]
-    elif seed % 3 == 2:
-        places = torch.cat([places[:, :2], places[:, 4:]], 1)
-    query = torch.randn(batch, 4, places.numel(), 6, requires_grad=True)
+    batch, length, groups = 1 + seed % 3, 12 * (1 + 2 * seed), 2
+    documents = (torch.rand(1 if seed == 3 else batch, length) < 0.1).cumsum(1)
+    documents = documents % 3 if seed % 2 else documents  # whose positions do not follow each other
+    query = torch.randn(batch, 4, length, 6, requires_grad=True)
     key, value = (torch.randn(batch, groups, length, 6, requires_grad=True) for _ in range(2))
-    for window in (None, 3, length):
-        options: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
-        found = packed_attention(query, key, value, documents, places, window, **options)
-        own, keys = places.mT, torch.arange(length)
-        shown = (
-            (documents[:, places[0], None] == documents[:, None]) & (keys <= own) & (own - keys < (window or length))
-        )
-        expected = F.scaled_dot_product_attention(query, key, value, shown[:, None], **options)
-        torch.testing.assert_close(found, expected)
-        weights = torch.randn_like(found)
-        for one, other in zip(
-            *(torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (found, expected))
-        ):
-            torch.testing.assert_close(one, other)
-    meta = (x.to("meta") for x in (query, key, value, documents, places))
-    assert packed_attention(*meta, enable_gqa=True).shape == query.shape
+    weights = torch.randn_like(query)
+
+    def own(rank: int, window: int | None) -> list[Tensor]:
+        operands = [x.chunk(ranks, 2)[rank].detach().requires_grad_() for x in (query, key, value)]
+        found = balanced_packed_attention(*operands, documents.clone(), "cp", window, 0.3, True)
+        return [found, *torch.autograd.grad((found * weights.chunk(ranks, 2)[rank]).sum(), operands)]
+
+    for window in (None, 1, 3, length):
+        before = torch.arange(length)[:, None] - torch.arange(length)
+        shown = (documents[:, :, None] == documents[:, None]) & (before >= 0) & (before < (window or length))
+        expected = F.scaled_dot_product_attention(query, key, value, shown[:, None], scale=0.3, enable_gqa=True)
+        gradients = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+        found = on_ranks(functools.partial(own, window=window), ranks, [emitted, collectives])
+        for parts, whole in zip(zip(*found), (expected, *gradients)):
+            torch.testing.assert_close(torch.cat(parts, 2), whole)
+
+
+def test_ranks_have_queries_of_as_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = torch.cat([torch.zeros(96), torch.arange(1, 33)])[None].repeat(2, 1).long()
+
+    def work(rank: int) -> int:
+        pieces = emitted._Pieces(documents, None, "cp")
+        return sum(int(torch.arange(len(k) - len(q), len(k)).sum()) + len(q) for q, k in pieces.pieces)
+
+    found = on_ranks(work, 4, [emitted, collectives])
+    assert sum(found) == 2 * (96 * 97 // 2 + 32)
+    assert max(found) < 1.1 * sum(found) / 4  # 2.1 where each has its own
+
+
+def test_numbers_of_documents_need_not_be_known() -> None:
+    documents, x = torch.zeros(2, 8, dtype=torch.int64, device="meta"), torch.empty(2, 4, 8, 6, device="meta")
+    assert packed_attention(x, x, x, documents).shape == x.shape

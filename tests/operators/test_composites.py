@@ -85,6 +85,7 @@ def test_types_are_declared_where_the_function_is() -> None:
 
     assert {name: f"{found.text} -> {found.result}" for name, found in types.items() if found is not None} == {
         "ring_attention": "query, key, value S(2) -> S(2)",
+        "balanced_packed_attention": "query, key, value S(2) -> S(2)",
         "vocab_embedding": "weight S(0), ids R -> P",
         "vocab_cross_entropy": "logits S(1), target R -> I",
         "sync_batch_norm": "x S(0), weight, bias R -> S(0)",

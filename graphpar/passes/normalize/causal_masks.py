@@ -94,14 +94,12 @@ class Masks:
 
     Attributes:
         program: the program whose graph the masks are in.
-        places: by the length of rows, the place of each position, see :mod:`graphpar.passes.normalize.packed_masks`.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._lengths: dict[int, _Values] = {}
         self._known: dict[tuple[fx.Node, ...], int | None] = {}
-        self.places: dict[int, fx.Node] = {}
 
     def is_causal(self, mask: fx.Node, length: int | str) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.

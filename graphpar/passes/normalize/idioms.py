@@ -7,7 +7,7 @@
     silu(gate) * up                                              swiglu(gate, up)
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
-    attention with a mask of packed documents                    packed_attention(q, k, v, documents, places)
+    attention with a mask of packed documents                    packed_attention(q, k, v, documents)
     x * cos + rotate_half(x) * sin                               apply_rotary(x, cos, sin)
     view_as_real(view_as_complex(x) * polar(1, angles))          apply_rotary(x, table.real, table.imag, interleaved=True)
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left

@@ -53,7 +53,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     once = without_repeats(plain) or plain
     given = {name: literal(once, name) for name in ("scale", "enable_gqa")} | {"window": window}
     options = {name: value for name, value in given.items() if value not in (None, False)}
-    insert_call(once, emitted.packed_attention, (*once.args[:3], documents, _places(documents, length, masks)), options)
+    insert_call(once, emitted.packed_attention, (*once.args[:3], documents), options)
     return True
 
 
@@ -175,18 +175,3 @@ def _without_copies(node: fx.Node) -> fx.Node:
 def _first(node: fx.Node) -> fx.Node:
     """Return the first operand."""
     return node.all_input_nodes[0]
-
-
-def _places(documents: fx.Node, length: int, masks: Masks) -> fx.Node:
-    """Return the node of the place of each position in its row, made once for all layers."""
-    if length not in masks.places:
-        graph = documents.graph
-        begin = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        with graph.inserting_before(begin):
-            order = graph.call_function(_aten.arange.default, (length,))
-            places = graph.call_function(_aten.unsqueeze.default, (order, 0))
-        place = {key: begin.meta.get(key) for key in ("module_stack", "source")}
-        numbers = value_of(documents).new_empty(length, dtype=torch.int64)
-        order.meta, places.meta = {**place, "val": numbers}, {**place, "val": numbers.unsqueeze(0)}
-        masks.places[length] = places
-    return masks.places[length]
