@@ -35,7 +35,6 @@ from graphpar.codegen.token_inputs import classes, vocabularies
 from graphpar.codegen.units import (
     GATHERING,
     RECOMPUTING,
-    gathered_in_turn,
     optimizer_units_function,
     recomputation_function,
     recomputed_in,
@@ -45,10 +44,18 @@ from graphpar.codegen.units import (
 from graphpar.errors import GraphparError
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Function, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
+from graphpar.ir.program import (
+    Block,
+    Function,
+    Input,
+    Program,
+    TensorInfo,
+    batch_coefficients,
+    concrete_shape,
+    value_of,
+)
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
-from graphpar.operators.gradients import blocks_without_backward
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, working_dtypes
 from graphpar.runtime.manifest import (
     Counts,
@@ -193,25 +200,33 @@ def _home(
 
 def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
     """All graphs that are printed."""
-    graphs = [stage.graph for stage in stages]
-    nodes = [node for graph in graphs for node in graph.nodes]
-    graphs += [node.target.graph for node in nodes if isinstance(node.target, Function)]
-    graphs += [program.blocks[name].graph for name in {str(n.meta["block"]) for n in nodes if n.op == "call_module"}]
+    graphs = [*(stage.graph for stage in stages), *(block.graph for block in _called(program, stages))]
+    graphs += [function.graph for function in _functions(program, stages).values()]
     return [*graphs, *([program.counts] if program.counts is not None else [])]
+
+
+def _called(program: Program, stages: Sequence[Stage]) -> list[Block]:
+    """The blocks that stages call."""
+    used = {str(node.meta["block"]) for stage in stages for node in stage.graph.nodes if node.op == "call_module"}
+    return [block for name, block in program.blocks.items() if name in used]
+
+
+def _functions(program: Program, stages: Sequence[Stage]) -> dict[str, Function]:
+    """The functions that stages and their blocks call, by name."""
+    graphs = [*(stage.graph for stage in stages), *(block.graph for block in _called(program, stages))]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return {target.name: target for target in targets if isinstance(target, Function)}
 
 
 def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
     """The names that the package defines."""
-    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Function)}
+    helpers = _functions(program, stages)
     return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
 
 
 def _blocks_file(program: Program, stages: Sequence[Stage], operators: OperatorsFile | None) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
-    nodes = [node for stage in stages for node in stage.graph.nodes]
-    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Function)}
-    used = {str(node.meta["block"]) for node in nodes if node.op == "call_module"}
-    blocks = [block for name, block in program.blocks.items() if name in used]
+    helpers, blocks = _functions(program, stages), _called(program, stages)
     classes = [block_class(program, block) for block in blocks]
     parts = [helper_function(helper) for helper in helpers.values()] + [text for text, _ in classes]
     if any(needs for _, needs in classes):
@@ -245,11 +260,11 @@ def _stage_file(
     if last and program.counts is not None:
         parts.insert(0, counts_function(program))
     if plan.zero:
-        tree, units = stage_tree(program, infos, calls), units_of(program, stage)
+        tree = stage_tree(program, infos, calls)
         parts.append(
-            optimizer_units_function(tree, units, plan.mesh.state_text)
+            optimizer_units_function(tree, [path for (path,) in units_of(program, stage)], plan.mesh.state_text)
             if plan.zero == 1
-            else units_function(tree, units, plan, gathered_in_turn(program, stage), blocks_without_backward(program))
+            else units_function(tree, program, stage, plan)
         )
     if recomputed:
         parts.append(recomputation_function(stage_tree(program, infos, calls), recomputed))

@@ -4,14 +4,14 @@ ZeRO-2 and 3                                 ZeRO-1                             
 
 for layer in stage.model.layers.values():    return [                                     for layer in stage.model.layers.values():
     fully_shard(layer, **options)                *stage.model.layers.values(),                recompute(layer)
-fully_shard(stage, **options)                    stage,
-                                             ]
+fully_shard([stage.norm, stage.head], ...)       stage,
+fully_shard(stage, **options)                ]
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Stage
-from graphpar.runtime.option_kinds import share_of
+from graphpar.operators.gradients import blocks_without_backward, is_read_in_backward
+from graphpar.runtime.option_kinds import RESHARD, share_of
+from graphpar.runtime.options import gathers_again
 from graphpar.text import is_below
 
 SHARDED_UNITS, OPTIMIZER_UNITS, RECOMPUTED_UNITS = "fully_shard_units", "optimizer_units", "recompute_units"
@@ -37,19 +39,24 @@ GATHERING = ("gather_again",)
 # ---- which modules are units -----------------------------------------------------------------------------------
 
 
-def units_of(program: Program, stage: Stage) -> list[str]:
-    """Return the block instances of a stage that are units of their own.
+def units_of(program: Program, stage: Stage) -> list[tuple[str, ...]]:
+    """Return the units of a stage beside its own, each with the paths of its modules, in the order of the forward.
 
-    A block stays in the stage's own unit where others read its parameters, which are gathered only while it runs.
+    Modules stay in the stage's own unit where others read their parameters, which are gathered only while they run.
     """
     read = {str(node.target) for node in stage.graph.nodes if node.op == "get_attr"}
 
-    def own(path: str) -> bool:
-        held = [name for name in program.parameters if is_below(name, path)]
+    def own(paths: tuple[str, ...]) -> bool:
+        held = _held(program, paths)
         tied = {other for name in held for other in program.tie_of(name)}
-        return bool(held) and tied <= set(held) and not read & set(held)
+        return bool(held) and tied <= held and not read & held
 
-    return [path for path in dict.fromkeys(_calls(stage)) if own(path)]
+    among = stage.units if stage.units is not None else [(path,) for path in dict.fromkeys(_calls(stage))]
+    return [paths for paths in among if own(paths)]
+
+
+def _held(program: Program, paths: Sequence[str]) -> set[str]:
+    return {name for name in program.parameters if any(is_below(name, path) for path in paths)}
 
 
 def _calls(stage: Stage) -> list[str]:
@@ -76,37 +83,73 @@ def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str
     return frozenset(found)
 
 
-def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[str, list[str]]:
-    """Return the names of each unit's parameters, by the path of its module; "" is the rest of all stages."""
-    unit_of: dict[str, str] = {}
+def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[tuple[str, ...], list[str]]:
+    """Return the names of each unit's parameters, by the paths of its modules; none is the rest of all stages."""
+    unit_of: dict[str, tuple[str, ...]] = {}
     for stage in stages:
-        for path in units_of(program, stage):
-            unit_of |= {name: path for name in program.parameters if is_below(name, path)}
-    found: dict[str, list[str]] = {}
+        for paths in units_of(program, stage):
+            unit_of |= dict.fromkeys(_held(program, paths), paths)
+    found: dict[tuple[str, ...], list[str]] = {}
     for name in program.parameters:
-        found.setdefault(unit_of.get(name, ""), []).append(name)
+        found.setdefault(unit_of.get(name, ()), []).append(name)
     return found
 
 
 def gathered_in_turn(program: Program, stage: Stage) -> list[str]:
-    """Return the units of a stage that can be gathered ahead, in order: those that its forward calls once, so that it is known what
-    comes after them."""
-    calls, units = _calls(stage), units_of(program, stage)
-    return [path for path in calls if path in units and calls.count(path) == 1]
+    """Return the first module of each unit of a stage that can be gathered ahead, in order: those whose modules its forward calls once, so
+    that it is known what comes after them."""
+    calls = _calls(stage)
+    return [
+        min(paths, key=calls.index)
+        for paths in units_of(program, stage)
+        if all(calls.count(path) == 1 for path in paths)
+    ]
+
+
+def kept_after_forward(program: Program, stage: Stage, plan: Plan) -> tuple[str, ...]:
+    """Return the unit that is kept from its forward to its backward, which follows at once: the last one, if it is no block."""
+    units = units_of(program, stage)
+    kept = plan.zero == 3 and plan.reshard == RESHARD[0] and plan.mesh.pp == 1
+    return units[-1] if kept and units and not _repeats(program, units[-1]) else ()
+
+
+def unread_in_backward(program: Program, stage: Stage) -> list[tuple[str, ...]]:
+    """Return the units, besides blocks, whose backward does not read their parameters: an embedding."""
+    found = []
+    for paths in units_of(program, stage):
+        calls = [node for node in stage.graph.nodes if node.op == "call_module" and node.target in paths]
+        held = [
+            node
+            for call in calls
+            for node in program.block_of(call).graph.nodes
+            if node.op == "get_attr" and f"{call.target}.{node.target}" in program.parameters
+        ]
+        if not _repeats(program, paths) and not any(map(is_read_in_backward, held)):
+            found.append(paths)
+    return found
+
+
+def units_without_backward(program: Program, stage: Stage) -> set[str]:
+    """Return the paths of what a stage calls and no gradient flows through."""
+    sent = {boundary.name for boundary in stage.receives if boundary.requires_grad}
+    given = [node for node in stage.graph.nodes if node.op == "placeholder" and node.target in sent]
+    return blocks_without_backward(program.with_graph(stage.graph), given)
+
+
+def _repeats(program: Program, paths: Sequence[str]) -> bool:
+    return any(
+        len(block.instances) > 1 and path in block.instances for block in program.blocks.values() for path in paths
+    )
 
 
 # ---- sharded state ---------------------------------------------------------------------------------------------
 
 
-def units_function(
-    tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = (), once: Collection[str] = ()
-) -> str:
-    """Print the function; ``tree`` is the stage's.
-
-    Args:
-        order: of the units that are gathered ahead.
-        once: units without a backward.
-    """
+def units_function(tree: Tree, program: Program, stage: Stage, plan: Plan) -> str:
+    """Print the function; ``tree`` is the stage's."""
+    units, order = units_of(program, stage), gathered_in_turn(program, stage)
+    last, unread = kept_after_forward(program, stage, plan), unread_in_backward(program, stage)
+    gathered = gathers_again(plan.mesh.pp, plan.zero, plan.reshard)
     kept = plan.reshard == "never" or (plan.reshard == "default" and plan.mesh.pp > 1)
     when = "its forward and again for its backward"
     if kept or plan.zero == 2:
@@ -115,7 +158,11 @@ def units_function(
         when = "the first microbatch, and kept until the last one's backward is done"
     if isinstance(plan.reshard, int):
         when += f", and shared by {plan.reshard} ranks in between"
+    if last:
+        when += ", which for the last one follows at once"
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
+    if any(len(paths) > 1 or not _repeats(program, paths) for paths in units):
+        what = "Each module here is a unit, or several, the rest of the stage another"
     summary = f"ZeRO-{plan.zero} over {plan.mesh.state_text} (FSDP2). {what}; a unit is gathered for {when}."
     if plan.prefetch == "none":
         summary += " No unit is gathered before it is needed."
@@ -125,10 +172,23 @@ def units_function(
         summary += f" In the backward the next {many} gathered {point}."
     returned = "list[nn.Module]" if plan.prefetch == "post" else "None"
     lines = [f"def {SHARDED_UNITS}(stage: nn.Module, **options: Any) -> {returned}:", *docstring(summary)]
-    lines += [*_for_each(tree, units, "fully_shard({}, **options)".format), "    fully_shard(stage, **options)"]
+    for alone, group in itertools.groupby(units, lambda paths: len(paths) == 1 and paths != last):
+        if alone:
+            lines += _for_each(tree, [path for paths in group for path in paths], "fully_shard({}, **options)".format)
+            continue
+        for paths in group:
+            modules = ", ".join(_of_stage(reference(tree, path)) for path in paths)
+            options = '{**options, "reshard_after_forward": False}' if paths == last else "options"
+            lines += wrapped(f"fully_shard({modules if len(paths) == 1 else f'[{modules}]'}, **{options})", "    ")
+    lines += ["    fully_shard(stage, **options)"]
+    if gathered and unread:
+        lines += ["    # Their backward does not read them."]
+        lines += [f"    {_of_stage(reference(tree, paths[0]))}.set_unshard_in_backward(False)" for paths in unread]
     if plan.prefetch is not None:
-        again = [path for path in order if path not in once]
-        lines += _gathered_ahead(tree, order, again, [path for path in units if path not in order], plan)
+        once = units_without_backward(program, stage)
+        again = [path for path in order if any(path in paths and not once.issuperset(paths) for paths in units)]
+        others = [paths[0] for paths in units if not set(order).intersection(paths)]
+        lines += _gathered_ahead(tree, order, again, others, plan)
     return "\n".join(lines) + "\n"
 
 

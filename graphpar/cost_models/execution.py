@@ -42,6 +42,7 @@ class Execution:
             blocks (:mod:`graphpar.cost_models.fused_groups`). What stands outside of blocks, sums of gradients and the optimizer run as
             they are.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
+        units: which modules are gathered together, see the option ``units``.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
         gathered: how many units have their whole parameters at once (ZeRO 3).
         hold_messages: buffers for messages between stages exist for every microbatch of a step, as in torch's pipeline stages; else
@@ -72,6 +73,7 @@ class Execution:
     zero: int = 0
     shards: int = 1
     reshard: str | int = "default"
+    units: tuple[str, ...] | None = None
     recompute: str = "none"
     blocks: tuple[tuple[str, str], ...] = ()
     fused: bool = False

@@ -70,8 +70,8 @@ class Held:
 
     ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``working``: those in which they
     are stored whole where ranks update pieces of main values; 0: as they are updated. ``apart``: the axes of replicas
-    that hold different experts, over which these gradients are not summed. ``backward``: False for those of blocks without one.
-    ``largest``: the elements of the largest of them.
+    that hold different experts, over which these gradients are not summed. ``backward``: False for those that no backward reads.
+    ``largest``: the elements of the largest of them. ``rest``: these are gathered with the stage, not with a unit.
     """
 
     axes: tuple[str, ...]
@@ -85,6 +85,7 @@ class Held:
     backward: bool = True
     largest: int = 0
     working: int = 0
+    rest: bool = False
 
     def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""
@@ -177,6 +178,13 @@ class Unit:
     cache: int
     """Bytes of the keys and values that it keeps of a group of sequences in generation."""
     stage: Stage = field(repr=False)
+    joins: bool = False
+    """Whether its parameters are gathered with those of the unit before it."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it calls a block."""
+        return any(node.op == "call_module" for node in self.stage.graph.nodes)
 
 
 class StageBytes(NamedTuple):

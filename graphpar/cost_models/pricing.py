@@ -181,14 +181,28 @@ class Pricing:
 
         @functools.cache
         def moved(kind: str, nbytes: float) -> float:
-            return self.network.seconds(kind, nbytes, group) + self._copied_s(nbytes, group.size)
+            return self.network.seconds(kind, nbytes, group) + self._copied_s(nbytes, group.size) if nbytes else 0.0
 
-        found = []
-        for unit in self.units:
-            again = self.execution.gathered_bytes(held for held in unit.held if held.backward)
-            first, reduced = self.execution.gathered_bytes(unit.held), self.bytes.reduced_sizes(unit.held)
-            found.append((moved("all-gather", first), moved("all-gather", again), moved("reduce-scatter", reduced)))
-        gathers, repeated, scatters = np.array(found).T
+        run, last = self.execution, len(self.units) - 1
+        default, seen, alone = run.reshard == "default", set[str](), self.mesh.pp == 1
+        sizes = []
+        for place, unit in enumerate(self.units):
+            parts = [part for part in unit.held if part.tied not in seen]
+            seen |= {part.tied for part in parts if part.tied is not None and alone}  # stages have a copy each
+            kept = default and place == last and not unit.has_blocks  # its backward follows at once
+            again = [part for part in parts if part.backward and not (kept or (default and part.rest))]
+            sizes.append([run.gathered_bytes(parts), run.gathered_bytes(again), self.bytes.reduced_sizes(parts)])
+        for place in range(
+            last, 0, -1
+        ):  # units that are gathered together: for the first of a forward, or of a backward
+            before, own = sizes[place - 1], sizes[place]
+            if self.units[place].joins and alone:
+                before[0], own[0], before[2], own[2] = before[0] + own[0], 0, before[2] + own[2], 0
+        for place in range(last):
+            if self.units[place + 1].joins and alone:
+                sizes[place + 1][1], sizes[place][1] = sizes[place + 1][1] + sizes[place][1], 0
+        kinds = ("all-gather", "all-gather", "reduce-scatter")
+        gathers, repeated, scatters = np.array([[moved(*each) for each in zip(kinds, own)] for own in sizes]).T
         return gathers, repeated, scatters
 
     def _copied_s(self, nbytes: float, shards: int) -> float:

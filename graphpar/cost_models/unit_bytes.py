@@ -170,7 +170,9 @@ class UnitBytes:
             elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
             buckets = self._buckets(held, elsewhere) + self._whole(held)
             if run.zero == 3 and not self._gathered_for_step:
-                buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
+                together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
+                buckets += run.gathered * max(map(run.gathered_bytes, together), default=0)
+                buckets += run.gathered_bytes(part for part in held if part.rest)
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(
@@ -320,7 +322,8 @@ class UnitBytes:
             np.array([self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units], dtype=float)
         )
         if self.execution.zero == 3 and not self._gathered_for_step:
-            largest = run_largest(np.array([self.execution.gathered_bytes(unit.held) for unit in self.units]))
+            parts = [[part for part in unit.held if not part.rest] for unit in self.units]
+            largest = run_largest(np.array([self.execution.gathered_bytes(each) for each in parts]))
             fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
         return fixed
 
@@ -383,6 +386,16 @@ class RunBytes:
         )
 
 
+def parts_together(units: Sequence[Unit]) -> list[list[Held]]:
+    """Return the parameters that are gathered together for units of a stage, without those that are gathered with the stage."""
+    found: list[list[Held]] = []
+    for unit in units:
+        if not unit.joins or not found:
+            found.append([])
+        found[-1] += [part for part in unit.held if not part.rest]
+    return found
+
+
 def _equal_runs(units: Sequence[Unit]) -> EqualRuns:
     """Return which runs of ``units`` hold the same; one with a tied parameter is like no other, as it matters which stages have that."""
     names = Counter(name for unit in units for name in unit.buffers)
@@ -390,7 +403,7 @@ def _equal_runs(units: Sequence[Unit]) -> EqualRuns:
     for place, unit in enumerate(units):
         buffers = tuple((name if names[name] > 1 else "", nbytes) for name, nbytes in unit.buffers.items())
         tied = place if any(held.tied is not None for held in unit.held) else None
-        marks.append((unit.held, unit.kind.sends, buffers, tuple(unit.inputs.items()), unit.cache, tied))
+        marks.append((unit.held, unit.kind.sends, buffers, tuple(unit.inputs.items()), unit.cache, tied, unit.joins))
     return EqualRuns(marks)
 
 

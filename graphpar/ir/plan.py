@@ -30,7 +30,7 @@ class Plan(Decisions):
         split_points: where stages begin, after the first.
         actions: the schedule's table, one tuple of cells for each rank, where torch's class of the schedule does not run it: the user's
             own, and with sharded state.
-        fully_sharded: the parameters of which each rank of dp_shard and cp stores a shard (ZeRO 2 and 3).
+        fully_sharded: the parameters of which each rank of dp_shard and cp stores a shard (ZeRO 2 and 3), with the dim that is divided.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
     """
@@ -41,7 +41,7 @@ class Plan(Decisions):
     split_points: tuple[SplitAt, ...]
     stages: tuple[StageRecord, ...]
     actions: tuple[tuple[str, ...], ...] | None = None
-    fully_sharded: frozenset[str] = frozenset()
+    fully_sharded: Mapping[str, int] = field(default_factory=dict)
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
 
@@ -62,8 +62,8 @@ class Plan(Decisions):
     def _types(self) -> dict[str, dict[str, Type]]:
         replicated: dict[str, Type] = {axis: R for axis in REPLICAS if self.mesh.degrees()[axis] > 1}
         types = {name: {**replicated, **spec} for name, spec in self.sharding.parameters.items()}
-        for name in self.fully_sharded:
-            types[name] = {**types.get(name, replicated), "dp_shard": Shard(0)}
+        for name, dim in self.fully_sharded.items():
+            types[name] = {**types.get(name, replicated), "dp_shard": Shard(dim)}
         return dict(sorted(types.items()))
 
     @property
@@ -110,9 +110,11 @@ class Plan(Decisions):
                 actions=None
                 if record.actions is None
                 else tuple(tuple(cell or "" for cell in row) for row in record.actions),
-                fully_sharded=frozenset(
-                    name for name, spec in record.parameters.items() if isinstance(spec.get("dp_shard"), Shard)
-                ),
+                fully_sharded={
+                    name: kind.dim
+                    for name, spec in record.parameters.items()
+                    if isinstance(kind := spec.get("dp_shard"), Shard)
+                },
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
                 if plan.has("sharding")
                 else Sharding(),

@@ -29,3 +29,4 @@ class Stage:
     attributes: tuple[str, ...]  # parameters, buffers and constants, by name
     modules: tuple[str, ...]
     recomputed: tuple[str, ...]  # values that other stages compute too
+    units: tuple[tuple[str, ...], ...] | None = None  # paths of modules that are gathered together; None: each block

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
 from graphpar.ir.program import Chunked, Helper, Program, operator_name
 from graphpar.operators.placement import results_of, sums
+from graphpar.operators.record import Reads
+from graphpar.operators.table import record_of
 from graphpar.runtime.option_kinds import TRAIN
 
 
@@ -17,12 +20,12 @@ def block_results(graph: fx.Graph) -> list[fx.Node]:
     return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
-def differentiable_nodes(program: Program) -> set[fx.Node]:
+def differentiable_nodes(program: Program, inputs: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """Find the values that a gradient flows through: of programs for training. One inside a block counts if it does in any call of the
-    block."""
+    block. ``inputs``: those of the program through which one does."""
     if program.mode != TRAIN:
         return set()
-    found: set[fx.Node] = set()
+    found = set(inputs)
     walked: dict[tuple[str, frozenset[int]], list[bool]] = {}
     for node in program.graph.nodes:
         if node.op == "call_module":
@@ -50,11 +53,25 @@ def differentiable_nodes(program: Program) -> set[fx.Node]:
     return found
 
 
-def blocks_without_backward(program: Program) -> set[str]:
-    """Return the paths of the blocks through which no gradient flows, such as those of a network that is frozen as a whole."""
-    found = differentiable_nodes(program)
+def blocks_without_backward(program: Program, inputs: Iterable[fx.Node] = ()) -> set[str]:
+    """Return the paths of the blocks through which no gradient flows, such as those of a network that is frozen as a whole.
+
+    Args:
+        inputs: those of the program through which one flows.
+    """
+    found = differentiable_nodes(program, inputs)
     calls = [node for node in program.graph.nodes if node.op == "call_module"]
     return {str(node.target) for node in calls} - {str(node.target) for node in calls if node in found}
+
+
+def is_read_in_backward(node: fx.Node) -> bool:
+    """Whether the backward of an operator reads the value of ``node``, or a view or copy of it."""
+    return any(
+        user.op != "call_function"
+        or record_of(user).reads is Reads.OPERANDS
+        or ((record_of(user).free or record_of(user).same_value) and is_read_in_backward(user))
+        for user in node.users
+    )
 
 
 def _differentiable_inside(program: Program, graph: fx.Graph, prefix: str, given: frozenset[int]) -> set[fx.Node]:

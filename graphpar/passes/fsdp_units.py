@@ -1,91 +1,321 @@
-"""``with_own_units``: large modules that do not repeat become classes, so that state which is sharded is gathered one of them at a time.
+"""``with_own_units``: the units of ZeRO-2 and 3, and classes for those that are no blocks, since a unit is gathered where it is called.
 
 stage:  operators of features and classifier    ->    self.features(x), self.classifier[0](x), the rest
+        embedding, blocks, norm, head           ->    embedding | each block | norm and head, gathered together
+
+A unit holds the parameters below its modules; what no unit holds is gathered with the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from torch import fx
+
+from graphpar.annotations.patterns import matches_nothing, matching, names_of
+from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.outline import Region, block_names, prepare, rebuilt, regions_of
-from graphpar.text import is_below
+from graphpar.text import is_at_or_below, is_below
 
 _LEAST, _MOST = 0.1, 0.3
-"""Modules with less than the first share of the parameters that no block has stay together; one with more than the second is divided
-into its children, where these are large enough."""
+"""Modules with less than the first share of the parameters that no block has are no unit of their own; one with more than the second is
+divided into its children, where these are large enough."""
+Group = tuple[str, ...]
+"""The paths of modules that are gathered together."""
 
 
-def with_own_units(program: Program, stages: Sequence[Stage]) -> tuple[Program, list[Stage]]:
-    """Return the stages with such modules called, and the program with their classes; unchanged where blocks have most parameters."""
-    blocks = tuple(f"{path}." for block in program.blocks.values() for path in block.instances)
-    rest = [name for name in program.parameters if not name.startswith(blocks)]
-    size = sum(program.parameters[name].nbytes for name in rest)
-    if 2 * size < sum(info.nbytes for info in program.parameters.values()):
-        return program, list(stages)
+def with_own_units(
+    program: Program, stages: Sequence[Stage], patterns: Sequence[str] | None = None
+) -> tuple[Program, list[Stage]]:
+    """Return the stages with their units, which they call, and the program with the classes of these.
+
+    Args:
+        patterns: of the units, as in the option ``units``. By default they are the blocks, and large modules before and after these; where
+            blocks have less than half of the parameters, large ones elsewhere, too.
+
+    Raises:
+        GraphparError: a pattern matches no module, or one that can't be gathered where it is called.
+    """
     found = []
-    read = [{str(node.target) for node in s.graph.nodes if node.op in ("get_attr", "call_module")} for s in stages]
-    for stage in stages:
-        elsewhere = {name for other, names in zip(stages, read) if other is not stage for name in names}
-        units = _units(program, stage, size, elsewhere)
-        if not units:
-            found.append(stage)
-            continue
-        names = {digest: _unlike(name, program.blocks) for digest, name in block_names(units).items()}
-        called = rebuilt(program.with_graph(stage.graph), units, names)
-        program = replace(program, blocks={**program.blocks, **called.blocks})
-        found.append(replace(stage, graph=called.graph))
+    for stage, (groups, regions) in zip(stages, _of_stages(program, stages, patterns)):
+        graph = stage.graph
+        if regions:
+            names = {digest: _unlike(name, program.blocks) for digest, name in block_names(regions).items()}
+            called = rebuilt(program.with_graph(graph), regions, names)
+            program, graph = replace(program, blocks={**program.blocks, **called.blocks}), called.graph
+        found.append(replace(stage, graph=graph, units=tuple(groups)))
     return program, found
 
 
-def _units(program: Program, stage: Stage, size: int, elsewhere: Collection[str]) -> list[Region]:
-    """Return the modules of ``stage`` that become units; none holds a tensor or block that other stages use (``elsewhere``)."""
-    regions = regions_of(program.with_graph(stage.graph))
-    order = {node: index for index, node in enumerate(stage.graph.nodes)}
-    calls: dict[str, int] = {}
-    for region in regions:
-        calls[region.path] = calls.get(region.path, 0) + 1
-    children: dict[str, list[Region]] = {}
-    for region in regions:
-        children.setdefault(region.ancestors[-1] if region.ancestors else "", []).append(region)
+def unit_of_each(program: Program, stage: Stage, patterns: Sequence[str] | None = None) -> dict[str, Group]:
+    """Return the unit of each parameter of ``stage`` that is not gathered with the stage."""
+    ((groups, _),) = _of_stages(program, [stage], patterns)
+    return {
+        name: group for group in groups for name in program.parameters if any(is_below(name, path) for path in group)
+    }
 
-    def able(region: Region) -> bool:
-        if calls[region.path] > 1 or any(is_below(name, region.path) for name in elsewhere):
-            return False
-        return _is_alone(program, stage, region) and prepare(program, region, order)
 
-    def chosen(among: Sequence[Region]) -> list[Region]:
-        units = []
+def _of_stages(
+    program: Program, stages: Sequence[Stage], patterns: Sequence[str] | None
+) -> list[tuple[list[Group], list[Region]]]:
+    """Return the units of each stage, in the order of its forward, and their modules that are no blocks."""
+    wanted = None if patterns is None else _wanted(program, patterns)
+    read = [{str(node.target) for node in s.graph.nodes if node.op in ("get_attr", "call_module")} for s in stages]
+    found = []
+    for stage in stages:
+        elsewhere = {name for other, names in zip(stages, read) if other is not stage for name in names}
+        modules = _Modules(program, stage, elsewhere)
+        found.append(modules.usual() if wanted is None else modules.of(wanted))
+    if wanted is not None:
+        _check_found(wanted, [group for groups, _ in found for group in groups], set[str]().union(*read))
+    return found
+
+
+# ---- units by pattern ------------------------------------------------------------------------------------------
+
+
+def _wanted(program: Program, patterns: Sequence[str]) -> list[Group]:
+    """Return the units that the patterns of the option ``units`` name."""
+    found: list[Group] = []
+    taken: dict[str, str] = {}
+    for pattern in patterns:
+        paths: dict[str, None] = {}
+        for piece in pattern.split("+"):
+            matched = matching(piece, filter(None, program.module_classes))
+            if not matched:
+                raise GraphparError(matches_nothing(piece, names_of(program), "units: the pattern"))
+            own = [path for path in matched if piece == path or _may_be_meant(program, path)]
+            paths |= dict.fromkeys(path for path in own if not any(is_below(path, other) for other in own))
+        for path in paths:
+            _check_holds(program, path)
+            other = next((each for each in taken if is_at_or_below(path, each) or is_below(each, path)), None)
+            if other is not None:
+                raise GraphparError(
+                    f"units: {path} (of {pattern!r}) and {other} (of {taken[other]!r}) share parameters; a parameter is in one unit."
+                )
+        taken |= dict.fromkeys(paths, pattern)
+        found += [tuple(paths)] if "+" in pattern else [(path,) for path in paths]
+    return found
+
+
+def _may_be_meant(program: Program, path: str) -> bool:
+    """Whether a module that a wildcard matches has parameters and is not around blocks."""
+    return any(is_below(name, path) for name in program.parameters) and not any(
+        is_below(block, path) for block in _blocks(program)
+    )
+
+
+def _check_holds(program: Program, path: str) -> None:
+    blocks = _blocks(program)
+    around = next((block for block in blocks if is_below(path, block)), None)
+    if around is not None:
+        raise GraphparError(f"units: {path} is inside the block {around}, which is gathered as one; name {around}.")
+    inside = next((block for block in blocks if is_below(block, path)), None)
+    if inside is not None:
+        raise GraphparError(
+            f"units: {path} is around blocks such as {inside}. Name these ({inside.rpartition('.')[0]}.*); what no unit holds is "
+            "gathered with the stage."
+        )
+    if not any(is_below(name, path) for name in program.parameters):
+        raise GraphparError(f"units: {path} has no parameters to gather; leave it out.")
+
+
+def _blocks(program: Program) -> list[str]:
+    return [path for block in program.blocks.values() for path in block.instances]
+
+
+def _check_found(wanted: Sequence[Group], found: Sequence[Group], read: Collection[str]) -> None:
+    """Check that each wanted module is gathered, if its parameters are read at all."""
+    called = {path for group in found for path in group}
+    missing = next(
+        (
+            path
+            for group in wanted
+            for path in group
+            if path not in called and any(is_at_or_below(name, path) for name in read)
+        ),
+        None,
+    )
+    if missing is not None:
+        raise GraphparError(
+            f"units: {missing} can't be gathered where it is called: its parameters are tied to others or read outside of it, several "
+            "calls or stages share it, or other operators run between its own. Leave it out, so that it is gathered with the stage, or "
+            "name the modules that share a tensor as one unit (A+B)."
+        )
+
+
+# ---- the modules of a stage ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """The modules of a stage that may become units; none holds a tensor or block that other stages use (``elsewhere``)."""
+
+    program: Program
+    stage: Stage
+    elsewhere: Collection[str]
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        return regions_of(self.program.with_graph(self.stage.graph))
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        return {node: index for index, node in enumerate(self.stage.graph.nodes)}
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Where each block is called first."""
+        calls = [node for node in self.stage.graph.nodes if node.op == "call_module"]
+        return {str(node.target): self.order[node] for node in reversed(calls)}
+
+    @cached_property
+    def last(self) -> int:
+        """Where the last block is called."""
+        return max((self.order[node] for node in self.stage.graph.nodes if node.op == "call_module"), default=-1)
+
+    @cached_property
+    def rest(self) -> int:
+        """The bytes of what no block of the program holds."""
+        inside = tuple(f"{path}." for path in _blocks(self.program))
+        return sum(info.nbytes for name, info in self.program.parameters.items() if not name.startswith(inside))
+
+    # ---- by pattern ----
+
+    def of(self, wanted: Sequence[Group]) -> tuple[list[Group], list[Region]]:
+        """Return those of the wanted units that the stage can gather, in the order of its forward, and their modules that are no blocks."""
+        by_path = {region.path: region for region in self.regions}
+        found: dict[Group, int] = {}
+        regions: list[Region] = []
+        for group in wanted:
+            own = [by_path[path] for path in group if path in by_path and self.able(by_path[path], group)]
+            paths = tuple(path for path in group if path in self.blocks or any(path == each.path for each in own))
+            if paths:
+                places = [self.blocks[path] for path in paths if path in self.blocks]
+                found[paths] = min([*places, *(self.order[region.nodes[0]] for region in own)])
+                regions += own
+        return sorted(found, key=found.__getitem__), self._in_order(regions)
+
+    # ---- by size ----
+
+    def usual(self) -> tuple[list[Group], list[Region]]:
+        """Return the usual units, in the order of the forward, and their modules that are no blocks."""
+        everything = sum(info.nbytes for info in self.program.parameters.values())
+        inside = self._tops()
+        if 2 * self.rest < everything:
+            inside = [region for region in inside if not self._between(region)]
+        large = self._in_order(self._chosen(inside))
+        groups: list[list[Region]] = [[region] for region in large]
+        if self.blocks:
+            small = [region for region in self._small(self._tops(), large) if not self._between(region)]
+            for region in small:
+                self._join(region, groups)
+        found: dict[Group, int] = {(path,): place for path, place in self.blocks.items()}
+        found |= {
+            tuple(region.path for region in self._in_order(each)): min(self.order[r.nodes[0]] for r in each)
+            for each in groups
+        }
+        return sorted(found, key=found.__getitem__), self._in_order([region for each in groups for region in each])
+
+    def _between(self, region: Region) -> bool:
+        """Whether a module runs neither before all blocks nor after them."""
+        first = min(self.blocks.values(), default=len(self.order))
+        return not (self.order[region.nodes[-1]] < first or self.order[region.nodes[0]] > self.last)
+
+    def _join(self, region: Region, groups: Sequence[list[Region]]) -> None:
+        """Add a small module to the next large one on its side of the blocks, else to the one before it; both are trained, or frozen."""
+
+        def kind(each: Region) -> tuple[bool, bool]:
+            return self.order[each.nodes[0]] > self.last, self._trains(each.path)
+
+        near = [each for each in groups if not self._between(each[-1]) and kind(each[-1]) == kind(region)]
+        later = [each for each in near if self.order[each[-1].nodes[0]] > self.order[region.nodes[0]]]
+        if near:
+            (later[:1] or near[-1:])[0].append(region)
+
+    def _trains(self, path: str) -> bool:
+        return any(info.requires_grad for name, info in self.program.parameters.items() if is_below(name, path))
+
+    @cached_property
+    def _children(self) -> dict[str, list[Region]]:
+        children: dict[str, list[Region]] = {}
+        for region in self.regions:
+            children.setdefault(region.ancestors[-1] if region.ancestors else "", []).append(region)
+        return children
+
+    def _tops(self) -> list[Region]:
+        """Return the outermost modules that are not around blocks."""
+
+        def tops(among: Sequence[Region]) -> Iterator[Region]:
+            for region in among:
+                if self._is_around_blocks(region):
+                    yield from tops(self._children.get(region.call, ()))
+                else:
+                    yield region
+
+        known = {region.call for region in self.regions}
+        return list(tops([region for region in self.regions if not known.intersection(region.ancestors)]))
+
+    def _is_around_blocks(self, region: Region) -> bool:
+        return any(is_below(path, region.path) for path in self.blocks)
+
+    def _chosen(self, among: Sequence[Region]) -> list[Region]:
+        """Return the large modules."""
+        found = []
         for region in among:
-            share = _nbytes(program, region.path) / size
+            share = self._nbytes(region.path) / max(1, self.rest)
             if share < _LEAST:
                 continue
-            inside = chosen(children.get(region.call, ())) if share > _MOST or not able(region) else []
-            units += inside or ([region] if able(region) else [])
-        return units
+            able = self.able(region, (region.path,))
+            inside = self._chosen(self._children.get(region.call, ())) if share > _MOST or not able else []
+            found += inside or ([region] if able else [])
+        return found
 
-    tops = [region for region in regions if all(other.call not in region.ancestors for other in regions)]
-    return sorted(chosen(tops), key=lambda region: order[region.nodes[0]])
+    def _small(self, among: Sequence[Region], large: Sequence[Region]) -> list[Region]:
+        """Return the outermost modules with parameters that may be called, beside the large ones."""
+        found = []
+        for region in among:
+            if region in large or not self._nbytes(region.path):
+                continue
+            around = any(region.call in other.ancestors for other in large)
+            if not around and self._nbytes(region.path) < _LEAST * self.rest and self.able(region, (region.path,)):
+                found.append(region)
+            else:
+                found += self._small(self._children.get(region.call, ()), large)
+        return found
 
+    def _nbytes(self, path: str) -> int:
+        return sum(info.nbytes for name, info in self.program.parameters.items() if is_below(name, path))
 
-def _nbytes(program: Program, path: str) -> int:
-    return sum(info.nbytes for name, info in program.parameters.items() if is_below(name, path))
+    def _in_order(self, regions: Sequence[Region]) -> list[Region]:
+        return sorted(regions, key=lambda region: self.order[region.nodes[0]])
 
+    # ---- which can be called ----
 
-def _is_alone(program: Program, stage: Stage, region: Region) -> bool:
-    """Return whether the region alone reads its parameters, and calls neither a block nor a helper."""
-    own = {name for name in program.parameters if is_below(name, region.path)}
-    inside = set(region.nodes)
-    readers = {
-        user for node in stage.graph.nodes if node.op == "get_attr" and str(node.target) in own for user in node.users
-    }
-    calls = [node for node in stage.graph.nodes if node.op == "call_module"]
-    within = [node for node in calls if any(entry[2] == region.call for entry in node.meta.get("module_stack", ()))]
-    tied = {other for name in own for other in program.tie_of(name)}
-    helped = any(isinstance(node.target, Helper) for node in inside)
-    return readers <= inside and tied <= own and not within and not helped
+    def able(self, region: Region, group: Group) -> bool:
+        """Return whether a module can be called, and the unit ``group`` holds all that its parameters are tied to."""
+        calls = sum(region.path == other.path for other in self.regions)
+        if calls > 1 or any(is_below(name, region.path) for name in self.elsewhere):
+            return False
+        return self._is_alone(region, group) and prepare(self.program, region, self.order)
+
+    def _is_alone(self, region: Region, group: Group) -> bool:
+        """Return whether the region alone reads its parameters, and calls neither a block nor a helper."""
+        own = {name for name in self.program.parameters if is_below(name, region.path)}
+        inside = set(region.nodes)
+        nodes = self.stage.graph.nodes
+        reads = (node for node in nodes if node.op == "get_attr" and str(node.target) in own)
+        readers = {user for node in reads for user in node.users}
+        calls = [node for node in nodes if node.op == "call_module"]
+        within = [node for node in calls if any(entry[2] == region.call for entry in node.meta.get("module_stack", ()))]
+        tied = {other for name in own for other in self.program.tie_of(name)}
+        helped = any(isinstance(node.target, Helper) for node in inside)
+        held = all(any(is_below(name, path) for path in group) for name in tied)
+        return readers <= inside and held and not within and not helped
 
 
 def _unlike(name: str, taken: Collection[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -27,8 +28,9 @@ from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
-from graphpar.operators.gradients import blocks_without_backward
+from graphpar.operators.gradients import blocks_without_backward, is_read_in_backward
 from graphpar.operators.parameter_casts import cast_parameters, working_dtypes
+from graphpar.passes.fsdp_units import unit_of_each
 from graphpar.passes.normalize.applications import placed_with
 from graphpar.passes.parallel_products import with_joined
 from graphpar.passes.split import positions_of, split, split_candidates
@@ -93,6 +95,7 @@ class _How(NamedTuple):
     gradient_bytes: int | None
     rings: bool
     joined: bool
+    units: tuple[str, ...] | None
 
 
 class RankUnits:
@@ -124,7 +127,7 @@ class RankUnits:
             required: further split points at which a unit begins.
         """
         run = execution or Execution()
-        how = _How(device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings, run.joined)
+        how = _How(device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings, run.joined, run.units)
         key = how, tuple(required), run.blocks, "activations" in run.offload
         if key not in self._units:
             if "activations" in run.offload:
@@ -172,8 +175,13 @@ class _Measured:
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        once = tuple(f"{path}." for path in blocks_without_backward(program))
-        self.held = [_held(program, degrees, stage, several, self.casts, working, once) for stage in self.stages]
+        together = unit_of_each(program, split(program, [])[0], how.units)
+        read = _read_in_backward(program)
+        self.held = [
+            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in self.stages
+        ]
+        gathered = [{together.get(name) for name in each} - {None} for each in names]
+        self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
         self.caches = [_cache(program, stage) for stage in self.stages]
@@ -197,7 +205,8 @@ class _Measured:
             shared |= set(stage.recomputed)
             held, buffers = self.held[number]
             kind, inputs, cache = self.kinds[key], self.inputs[number], self.caches[number]
-            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage))
+            joins = self.joins[number]
+            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins))
         return units
 
     def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:
@@ -209,6 +218,14 @@ class _Measured:
                 counts = self.recomputations.dispatched(self.program.block_of(node))
                 found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))
         return found
+
+
+def _read_in_backward(program: Program) -> set[str]:
+    """Return the parameters that a backward reads; those of blocks that have one count as read."""
+    once = tuple(f"{path}." for path in blocks_without_backward(program))
+    own = {name for name, info in program.parameters.items() if info.requires_grad or not name.startswith(once)}
+    read = {str(node.target): is_read_in_backward(node) for node in program.graph.nodes if node.op == "get_attr"}
+    return {name for name in own if read.get(name, True)}
 
 
 def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> _Signature:
@@ -284,15 +301,17 @@ def _held(
     several: Collection[str],
     casts: Mapping[str, torch.dtype],
     working: Mapping[str, torch.dtype],
-    once: tuple[str, ...],
+    read: Collection[str],
+    together: Mapping[str, object],
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
     """Return the parameters of a unit, grouped by how their gradients are reduced, and the bytes of its buffers and constants.
 
     ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype;
-    ``working``: those that are stored in it where ranks update pieces; ``once``: prefixes of those in blocks without a backward.
+    ``working``: those that are stored in it where ranks update pieces; ``read``: those that a backward reads; ``together``: the unit of
+    ZeRO-3 of each that is not gathered with the stage.
     """
     train = program.mode == "train"
-    groups: dict[tuple[tuple[str, ...], int, bool, int, int, tuple[str, ...], bool], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], int, bool, int, int, tuple[str, ...], bool, bool], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
@@ -308,10 +327,13 @@ def _held(
         copied = max((casts[each].itemsize for each in program.tie_of(name) if each in casts), default=0)
         whole = working[name].itemsize if name in working else 0
         if name in several:
-            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart, working=whole))
+            rest = name not in together
+            tied.append(
+                Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart, working=whole, rest=rest)
+            )
         else:
-            backward = not (name.startswith(once) and not trained)
-            groups.setdefault((axes, itemsize, trained, copied, whole, apart, backward), []).append(info.numel)
+            key = axes, itemsize, trained, copied, whole, apart, name in read, name not in together
+            groups.setdefault(key, []).append(info.numel)
     alone = [
         Held(
             axes,
@@ -324,7 +346,8 @@ def _held(
             apart=apart,
             backward=backward,
             largest=max(sizes),
+            rest=rest,
         )
-        for (axes, itemsize, trained, copied, whole, apart, backward), sizes in groups.items()
+        for (axes, itemsize, trained, copied, whole, apart, backward, rest), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

@@ -32,7 +32,7 @@ def _copy_written(program: Program, stages: list[Stage], plan: Plan, kinds: Mapp
 
 
 def _units(program: Program, stages: list[Stage], plan: Plan, kinds: Mapping[str, str]) -> Stages:
-    return with_own_units(program, stages) if plan.fully_sharded else (program, stages)
+    return with_own_units(program, stages, plan.units) if plan.fully_sharded else (program, stages)
 
 
 def _products(program: Program, stages: list[Stage], plan: Plan, kinds: Mapping[str, str]) -> Stages:
@@ -50,7 +50,7 @@ STAGE_PASSES = (
     ),
     StagePass(
         "own_units", "graphpar.passes.fsdp_units", ("copy_written",),
-        "large modules that do not repeat are blocks, where state is sharded",
+        "modules that are gathered separately are blocks, where state is sharded",
         "graphpar check and graphpar verify",
         run=_units,
     ),

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpar.codegen.package import held_by_ranks, owners_of
-from graphpar.codegen.units import parameters_of_units
+from graphpar.codegen.units import kept_after_forward, parameters_of_units, units_without_backward, unread_in_backward
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import OptimizerState, Program
 from graphpar.ir.stage import Stage
 from graphpar.operators.parameter_casts import gather_dtype, working_dtypes
-from graphpar.text import bytes_text
+from graphpar.runtime.option_kinds import RESHARD
+from graphpar.runtime.options import gathers_again
+from graphpar.text import bytes_text, plural
 
 _SHOWN = 8
 
@@ -31,10 +33,12 @@ def state_data(
     if not plan.zero:
         return None
     classes = {path: block.name for block in program.blocks.values() for path in block.instances}
-    units: dict[tuple[str, int], int] = {}
+    units: dict[tuple[str, int, int, int], int] = {}
     whole = _whole_bytes(program, plan)
-    for path, names in parameters_of_units(program, stages).items():
-        key = classes.get(path, path), sum(whole[name] for name in _once(program, names))
+    sent = _sent(program, plan, stages) if plan.zero > 1 else {}
+    for paths, names in parameters_of_units(program, stages).items():
+        name = " and ".join(dict.fromkeys(classes.get(path, path) for path in paths))
+        key = name, sum(whole[name] for name in _once(program, names)), *sent.get(paths, (0, 0))
         units[key] = units.get(key, 0) + 1
     ranks = plan.mesh.shards
     owned = owners_of(program, plan, stages) if plan.zero == 1 else {}
@@ -62,11 +66,33 @@ def state_data(
         "by": plan.zero1_by if plan.zero == 1 else None,
         "ranks": ranks,
         "over": plan.mesh.state_text,
-        "units": [{"name": name, "count": count, "bytes": nbytes} for (name, nbytes), count in units.items()],
+        "units": [
+            {"name": name, "count": count, "bytes": nbytes} | ({"gathers": gathers, "reductions": sums} if sent else {})
+            for (name, nbytes, gathers, sums), count in units.items()
+        ],
         "kept_by": optimizer.name,
         "rank_bytes": max(parts, key=lambda each: sum(each.values())),
         "loads": loads,
     }
+
+
+def _sent(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Return how often a step gathers each unit's parameters and reduces its gradients, by the paths of its modules; none is the rest of
+    all stages."""
+    found = {}
+    by_step = plan.zero == 2 or (plan.mesh.pp > 1 and plan.reshard in ("default", "never"))
+    twice = gathers_again(plan.mesh.pp, plan.zero, plan.reshard)
+    once = {paths for stage in stages for paths in unread_in_backward(program, stage)}
+    once |= {kept_after_forward(program, stage, plan) for stage in stages}
+    frozen = set[str]().union(*(units_without_backward(program, stage) for stage in stages))
+    for paths, names in parameters_of_units(program, stages).items():
+        sharded = [program.parameters[name] for name in names if name in plan.fully_sharded]
+        again = paths not in once and not frozen.issuperset(paths) if paths else plan.reshard != RESHARD[0]
+        gathers = 1 if by_step else plan.microbatches * (2 if twice and again else 1)
+        trained = any(info.requires_grad for info in sharded)
+        sums = (1 if plan.mesh.pp > 1 else plan.microbatches) if trained else 0
+        found[paths] = gathers if sharded else 0, sums
+    return found
 
 
 def _whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
@@ -87,8 +113,9 @@ def _stored(program: Program, plan: Plan, name: str) -> int:
     info = program.parameters[name]
     if name not in plan.fully_sharded:
         return info.nbytes
-    rows = -(-info.shape[0] // plan.mesh.shards)
-    return rows * math.prod(info.shape[1:]) * info.dtype.itemsize
+    dim = plan.fully_sharded[name]
+    others = math.prod(info.shape[:dim]) * math.prod(info.shape[dim + 1 :])
+    return -(-info.shape[dim] // plan.mesh.shards) * others * info.dtype.itemsize
 
 
 def state_text(state: Mapping[str, Any]) -> str:
@@ -100,6 +127,11 @@ def state_text(state: Mapping[str, Any]) -> str:
         else f"{name} {bytes_text(unit['bytes'])}"
         for unit, name in named
     )
+    if all("gathers" in unit for unit in state["units"]):
+        gathers, sums = (
+            sum(unit["count"] * unit[what] for unit in state["units"]) for what in ("gathers", "reductions")
+        )
+        units += f", in a step {plural(gathers, 'all-gather')} and {plural(sums, 'reduce-scatter')}"
     own = state["rank_bytes"]
     by = f", {state['by']}" if state.get("by") else ""
     kept = f"main values {bytes_text(own['main'])}, " if "main" in own else ""

@@ -260,9 +260,10 @@ class Manifest(Decisions, Interface):
         return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
     @property
-    def fully_sharded(self) -> frozenset[str]:
-        """The parameters of which each rank of dp_shard and cp holds a shard, under every name of a tie."""
-        return frozenset(name for name, types in self.types.items() if isinstance(types.get("dp_shard"), Shard))
+    def fully_sharded(self) -> dict[str, int]:
+        """The parameters of which each rank of dp_shard and cp holds a shard, under every name of a tie, with the dim that is divided."""
+        kinds = {name: types.get("dp_shard") for name, types in self.types.items()}
+        return {name: kind.dim for name, kind in kinds.items() if isinstance(kind, Shard)}
 
     def spec(self, name: str) -> dict[str, Type]:
         """Look up the type on each of ``axes`` in which a parameter or buffer is computed with."""

@@ -198,6 +198,18 @@ def _checked_offload(name: str, value: Any) -> tuple[str, ...]:
     return tuple(each for each in OFFLOADS if each in names)
 
 
+def _checked_units(name: str, value: Any) -> tuple[str, ...]:
+    units = value.split(",") if isinstance(value, str) else value
+    if not isinstance(units, list | tuple) or not units or not all(isinstance(unit, str) for unit in units):
+        raise GraphparError(f"{name} is {value!r}; it must be patterns of modules such as ['layers.*', 'norm+head'].")
+    cleaned = tuple("+".join(piece.strip() for piece in unit.split("+")) for unit in units)
+    if not all(piece for unit in cleaned for piece in unit.split("+")):
+        raise GraphparError(
+            f"{name} is {value!r}, where a pattern is empty; write patterns of modules such as layers.*,norm+head."
+        )
+    return cleaned
+
+
 def _checked_edges(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise GraphparError(f"{name} is {value!r}; it must be two numbers, of layers before and after.")
@@ -245,6 +257,7 @@ OFFLOADED = Kind(_checked_offload, (list,))
 ANY_COUNT = Kind(lambda name, value: whole_number(name, value, 0), (int,), _parsed_count)
 SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
 SPLIT = Kind(_any, read=_read_split)
+UNITS = Kind(_checked_units, (list,))
 EDGES = Kind(_checked_edges, (list,), read=_read_edges)
 STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
 

@@ -42,6 +42,7 @@ from graphpar.runtime.option_kinds import (
     SPLIT,
     STAGES,
     TEXT,
+    UNITS,
     ZERO1_BY,
     Kind,
     Recompute,
@@ -171,6 +172,15 @@ def _legal_reshard(reshard: str | int, given: Decisions, mesh: Mesh, mode: str) 
         between = [str(number) for number in range(2, mesh.shards) if mesh.shards % number == 0]
         raise GraphparError(
             f"reshard={reshard} must be a proper divisor of {mesh.state_text}: {', '.join(between) or 'it has none'}."
+        )
+
+
+def _legal_units(units: tuple[str, ...], given: Decisions, mesh: Mesh, mode: str) -> None:
+    level = level_of(mesh, given.zero)
+    if mesh.shards == 1 or level < 2:
+        raise GraphparError(
+            f"units says what ZeRO-2 and 3 gather together; with {mesh.state_text} and zero={level} nothing is gathered. Give mesh "
+            "dp_shard=2 or more, or cp=2, and zero=2 or 3."
         )
 
 
@@ -320,6 +330,13 @@ class Decisions:
         group="pins", metavar="WHEN", usual=RESHARD[0], about='when gathered parameters are freed: ``"default"`` (after each forward and '
         'backward; under a pipeline once a step), ``"always"``, ``"never"`` between forward and backward, or a number: after a forward '
         "down to shards over this number of ranks.", legal=_legal_reshard, over=("dp_shard",),
+    )
+    units: tuple[str, ...] | None = option(
+        UNITS, "which modules ZeRO-2 and 3 gather together: patterns, A+B for several (default: embedding, each block, norm and head)",
+        group="pins", metavar="PATTERN,...", about='which modules ZeRO-2 and 3 gather and reduce together, by patterns over their paths: '
+        '``"layers.*,norm+head"`` or a list. Each module that matches is a unit, all that match ``A+B`` are one, and what no unit holds is '
+        "gathered with the stage. By default units are the blocks, and large modules before and after them.",
+        legal=_legal_units, over=("dp_shard",),
     )
     prefetch: str | None = option(
         choice(*PREFETCH), "when ZeRO-3 gathers a block for its backward: before the backward of the block before it (default), after it, "

@@ -471,7 +471,7 @@ def test_a_hidden_collective_does_not_make_gathers_of_state_slower() -> None:
 
 
 def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows() -> None:
-    units, _, layout = _units(("gpt", "pp=1", ""))
+    units, _, layout = _units(("llama", "pp=1", ""))
     wire = replace(A100.intra_node, bytes_per_s=1e4)
     cluster, mesh = replace(Cluster.of(A100, 1, 2), intra_node=wire), Mesh(dp_shard=2)
     pricing = Pricing(units, mesh, cluster, Execution(zero=3), dtype="fp32")
@@ -482,15 +482,14 @@ def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows(
     ]
     cost = pricing.stage_seconds(0, len(units), layout.microbatch_size)
     assert cost.forward == pytest.approx(sum(gathers), rel=1e-3)
-    assert cost.backward == pytest.approx(
-        sum(gathers[:-1]) + sum(scatters), rel=1e-3
-    )  # the last is there from the forward
+    # The backward of an embedding reads no parameters; those of the last unit are there from the forward.
+    assert cost.backward == pytest.approx(sum(gathers[1:-1]) + sum(scatters), rel=1e-3)
 
 
-@pytest.mark.parametrize(("zero", "gathers"), [(2, 0), (3, 2)])
-def test_a_cpu_hides_no_gathers_and_scatters(zero: int, gathers: int) -> None:
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_cpu_hides_no_gathers_and_scatters(zero: int) -> None:
     """Its cores copy and add what gloo moves, which they can't do while they compute."""
-    units, _, layout = _units(("gpt", "pp=1", ""))
+    units, _, layout = _units(("llama", "pp=1", ""))
     cluster, mesh = Cluster.of(DEVICES["CPU"], 1, 2), Mesh(dp_shard=2)
     alone, sharded = (
         Pricing(units, mesh, cluster, Execution(zero=each), dtype="fp32").stage_seconds(
@@ -502,6 +501,7 @@ def test_a_cpu_hides_no_gathers_and_scatters(zero: int, gathers: int) -> None:
     group = pricing.network.group_of_axes(mesh, ["dp_shard"])
     moved = 0.0
     for unit in units:
+        gathers = 0 if zero == 2 else 1 if unit in (units[0], units[-1]) else 2
         moved += gathers * pricing.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group)
         moved += pricing.network.seconds("reduce-scatter", pricing.bytes.gradient_sizes(unit.held), group)
     assert sharded.forward + sharded.backward == pytest.approx(alone.forward + alone.backward + moved)

@@ -29,6 +29,7 @@ from tests.tools.samples import sample
 from tests.tools.whole_values import whole_values
 
 _PIPELINE = {"schedule": "1F1B", "microbatch_size": 2}
+_BY_DIM_1 = {"shard_plan": {"layers.*.qkv.weight": "S(1)@dp_shard", "layers.*.down.weight": "S(1)@dp_shard"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 device": {"mesh": {"pp": 1}},
     "dp2 zero 1": {"mesh": {"dp_shard": 2}, "zero": 1},
@@ -39,7 +40,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"mesh": {"tp": 2}},
     "pp2": {"mesh": {"pp": 2}, **_PIPELINE},
     "tp2 x pp2": {"mesh": {"tp": 2, "pp": 2}, **_PIPELINE},
-    "dp2 x tp2 x pp2": {"mesh": {"dp_shard": 2, "tp": 2, "pp": 2}, **_PIPELINE},
+    "dp2 zero 3 by dim 1": {"mesh": {"dp_shard": 2}, "zero": 3, **_BY_DIM_1},
+    "dp2 x tp2 x pp2": {"mesh": {"dp_shard": 2, "tp": 2, "pp": 2}, **_PIPELINE, **_BY_DIM_1},
 }
 MORE: dict[str, dict[str, Any]] = {
     "dp2 x dp2 zero 1 flat": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "zero": 1, "zero1_by": "flat"},
@@ -187,6 +189,11 @@ def test_a_few_plans_go_on_from_each_other(bench: Bench) -> None:
     drawn = random.Random(seed)
     source, target = drawn.sample([name for name in LAYOUTS if name != "dp2 x tp2 x pp2"], 2)
     converted(bench, drawn.choice(("17", "127", "128")), [source], [source, target])
+
+
+@pytest.mark.costly
+def test_shards_of_another_dim_go_on_as_others(bench: Bench) -> None:
+    converted(bench, "17", ["dp2 zero 3 by dim 1"], ["dp2 zero 3", "dp2 zero 3 by dim 1"])
 
 
 @pytest.mark.slow

@@ -162,11 +162,12 @@ class Ran:
             assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6), (name, key)
 
 
+LAYERS = {"units": ["**.[0-9]"]}
 PROGRAMS: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": {"dp_replicate": 2}},
     "zero1": {"mesh": {"dp_shard": 2}, "zero": 1},
-    "zero2": {"mesh": {"dp_shard": 2}, "zero": 2},
-    "zero3": {"mesh": {"dp_shard": 2}, "zero": 3},
+    "zero2": {"mesh": {"dp_shard": 2}, "zero": 2, **LAYERS},
+    "zero3": {"mesh": {"dp_shard": 2}, "zero": 3, **LAYERS},
     "pipeline": {"mesh": {"pp": 2}},
 }
 WHERE = ("", "@rank1")
@@ -196,13 +197,13 @@ def fully_shard_units(stage, _planned=fully_shard_units, **options):
 """
 ONE = {"mesh": {"dp_shard": 2}, "microbatch_size": ROWS // RANKS}
 ORDERS: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    "reading": (Reading(), {}),
-    "reading-post": (Reading(), {"prefetch": "post"}),
+    "reading": (Reading(), LAYERS),
+    "reading-post": (Reading(), {"prefetch": "post", **LAYERS}),
     "three-none": (Layered(), {"prefetch": "none"}),
-    "reused": (Layered(4, (0, 1, 0, 2, 3)), {}),
+    "reused": (Layered(4, (0, 1, 0, 2, 3)), LAYERS),
 }
 MORE_ORDERS: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    f"{name}-{when}-{distance}": (model, {"prefetch": when, "prefetch_distance": distance or None})
+    f"{name}-{when}-{distance}": (model, {"prefetch": when, "prefetch_distance": distance or None, **LAYERS})
     for name, model in {
         "one": Layered(1),
         "two": Layered(2),

@@ -101,7 +101,7 @@ def test_on_more_meshes_it_is_exact() -> None:
 
 # ---- what a rank holds, and what is sent -------------------------------------------------------------------------
 
-UNITS, MICROBATCHES, RANKS = 5, 2, 2
+UNITS, MICROBATCHES, RANKS = 6, 2, 2
 
 
 class Layer(nn.Module):
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Four blocks and the rest; no size of them is even."""
+    """Four blocks, a layer before them and one after them; no size of them is even."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,11 +167,18 @@ def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
     written = json.loads(_layered(zero=level).files["report.json"])["report"]["state"]
     held = 4 * reports[0]["held"]
     assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
-    assert [(unit["name"], unit["count"]) for unit in written["units"]] == [("", 1), ("Layer", 4)]
+    each = {2: (1, MICROBATCHES), 3: (2 * MICROBATCHES, MICROBATCHES)}[level]
+    last = (each[0] if level == 2 else MICROBATCHES, MICROBATCHES)
+    assert {(unit["name"], unit["count"]): (unit["gathers"], unit["reductions"]) for unit in written["units"]} == {
+        ("", 1): (0, 0),
+        ("LinearFirst", 1): each,
+        ("Layer", 4): each,
+        ("LinearLast", 1): last,
+    }
 
 
 def test_collectives_of_a_step(ran: tuple[int, Any]) -> None:
-    """M (2 N - 1) all-gathers at level 3 (the unit around the blocks is kept for the backward), N at level 2; M N reduce-scatters."""
+    """M (2 N - 1) all-gathers at level 3 (the last unit is kept for the backward), N at level 2; M N reduce-scatters."""
     level, (reports, _) = ran
     gathered = {3: MICROBATCHES * (2 * UNITS - 1), 2: UNITS}[level]
     for report in reports:
@@ -188,6 +195,32 @@ def test_saved_weights_are_whole_and_training_goes_on(ran: tuple[int, Any]) -> N
         assert report["rest"] == pytest.approx(report["losses"][2:], rel=1e-6)
 
 
+# ---- on which dim ------------------------------------------------------------------------------------------------
+
+DIMS = {
+    "model.layers.*.mlp.*.weight": "S(1)@dp_shard",
+    "**.o_proj.weight": "S(-1)@dp_shard",
+    "lm_head.weight": "S(1)@dp_shard",
+}
+
+
+@pytest.mark.costly
+def test_parameters_are_divided_on_the_dims_that_are_pinned() -> None:
+    meshes = [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2}]
+    program = architectures.program_of("llama")
+    parts = [_partitioned(program, mesh=mesh, shard_plan=DIMS, zero=3 - (n == 3)) for n, mesh in enumerate(meshes)]
+    for each in parts:
+        stored = json.loads(each.files["plan.json"])["parameters"]
+        assert (
+            stored["model.layers.{0-3}.mlp.up_proj.weight"]["dp_shard"]
+            == stored["lm_head.weight"]["dp_shard"]
+            == "S(1)"
+        )
+        again = gp.partition(program, gp.Plan.from_json(each.plan.to_json()))
+        assert again.files["plan.json"] == each.files["plan.json"]
+    _exact(parts)
+
+
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 
@@ -195,7 +228,8 @@ def test_emitted_units() -> None:
     text = _layered().files["stage_0.py"]
 
     assert (
-        "    for layer in stage.layers.values():\n        fully_shard(layer, **options)\n    fully_shard(stage, **options)\n"
+        "    fully_shard(stage.first, **options)\n    for layer in stage.layers.values():\n        fully_shard(layer, **options)\n"
+        '    fully_shard(stage.last, **{**options, "reshard_after_forward": False})\n    fully_shard(stage, **options)\n'
     ) in text
     assert text.endswith("        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 2] or [unit])\n")
     assert "ZeRO-3 over dp_shard=2" in text
@@ -212,10 +246,11 @@ class TwoDtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.scale = nn.Linear(6, 5).double(), nn.Parameter(torch.randn(5))
+        self.first = nn.Linear(6, 5).double()
+        self.first.scale = nn.Parameter(torch.randn(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x.double()).float() * self.scale
+        return self.first(x.double()).float() * self.first.scale
 
 
 def test_a_parameter_of_another_dtype_than_its_unit_stays_whole() -> None:

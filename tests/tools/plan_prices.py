@@ -100,11 +100,14 @@ class StepPrices:
 
     def _gathering(self, units: Units, own: list[float], forward: float, backward: float) -> tuple[float, float]:
         """Each unit's parameters are gathered while the one before it computes, its gradients scattered while the next one does."""
-        gathers = [self._gather(unit.held) if self.zero == 3 else 0.0 for unit in units]
-        again = [
-            self._gather([part for part in unit.held if part.backward]) if self.zero == 3 else 0.0 for unit in units
-        ]
-        scatters = [self._scatter(unit.held) if self.mesh.pp == 1 else 0.0 for unit in units]
+        held = [list(unit.held) for unit in units]
+        for place, parts in enumerate(held if self.mesh.pp == 1 else ()):  # what is tied has one unit
+            before = {part.tied for other in units[:place] for part in other.held} - {None}
+            held[place] = [part for part in parts if part.tied not in before]
+        gathers = [self._gather(parts) if self.zero == 3 else 0.0 for parts in held]
+        second = [[part for part in parts if part.backward and (self.always or not part.rest)] for parts in held]
+        again = [self._gather(parts) if self.zero == 3 else 0.0 for parts in second]
+        scatters = [self._scatter(parts) if self.mesh.pp == 1 else 0.0 for parts in held]
         ahead, behind, ratio = gathers[0], scatters[0], backward / forward
         for place in range(len(units)):
             after = gathers[place + 1] if place + 1 < len(units) else 0.0
@@ -122,7 +125,7 @@ class StepPrices:
     def _exchange(self, kind: str, nbytes: int) -> float:
         """Seconds of a collective over shards, and of copies from and to its flat tensors: a rank's shard, and the whole."""
         copied = 2 * nbytes + 2 * nbytes / self.shards
-        return self._over_shards(kind, nbytes) + (float(self.compute.traffic_s(copied)) if nbytes else 0.0)
+        return self._over_shards(kind, nbytes) + float(self.compute.traffic_s(copied)) if nbytes else 0.0
 
     # ---- a step ----
 
@@ -313,7 +316,14 @@ class StepPrices:
         if self.zero == 3 and piped and not self.always:
             return found + sum(part.nbytes for part in held)
         if self.zero == 3:  # a unit, and the next one
-            found += 2 * max(sum(part.nbytes for part in unit.held) for place in own for unit in stages[place])
+            sizes: list[int] = []
+            for place in own:
+                for number, unit in enumerate(stages[place]):
+                    if number == 0 or not unit.joins:
+                        sizes.append(0)
+                    sizes[-1] += sum(part.nbytes for part in unit.held if not part.rest)
+            found += 2 * max(sizes)
+            found += sum(part.nbytes for part in held if part.rest)
         return found
 
 

@@ -24,16 +24,19 @@ from graphpar.ir.sharding import Sharding
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
+from graphpar.passes.fsdp_units import with_own_units
 from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes, splitting_advice
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_dp_mean,
+    check_even,
     check_offload,
     check_pipelined,
     check_replicas,
     coupling_reason,
     global_batch,
     idle_pins,
+    stored_dims,
     usual_schedule,
 )
 from graphpar.passes.planning.planned import Planned
@@ -180,10 +183,13 @@ def _plan(
     check_dp_mean(pins, program)
     check_offload(pins, program)
     idle = idle_pins(mesh, pins.shard_plan, program)
-    in_shards = stored_in_shards(program, stages) if zero >= 2 else frozenset()
+    units = with_own_units(program, stages, pins.units) if zero >= 2 else (program, stages)
+    in_shards = stored_in_shards(*units) if zero >= 2 else frozenset()
     check_replicas(mesh, zero, pins.shard_plan, program, in_shards)
+    dims = stored_dims(mesh, pins.shard_plan, program, in_shards)
+    check_even(mesh, dims, found.local)
     prefetch, distance = prefetching(mesh.pp, zero, pins.reshard, pins.prefetch, pins.prefetch_distance)
-    check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
+    check_reach(distance, max(len(gathered_in_turn(units[0], stage)) for stage in units[1]))
     decisions = decided(pins) | {
         "schedule": schedule,
         "global_batch": batch,
@@ -201,7 +207,7 @@ def _plan(
         split_points=tuple(split_points),
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         actions=actions,
-        fully_sharded=in_shards,
+        fully_sharded=dims,
         sharding=found.sharding,
         cluster=pins.cluster,
         warnings=(*program.warnings, *([] if coupled is None else [coupled]), *idle, *found.sharding.undivided),

@@ -170,7 +170,7 @@ def check_replicas(
         shape = program.parameters[name].shape
         in_shards = level >= 2 and (bool(shape) if stored is None else name in stored)
         for axis in spec:
-            found = Shard(0) if AXIS[axis].stores_shards and in_shards else experts.get(name, {}).get(axis, R)
+            found = _stored_as(spec) if AXIS[axis].stores_shards and in_shards else experts.get(name, {}).get(axis, R)
             if (axis in placed and not AXIS[axis].stores_shards) or allows(spec[axis], found, len(shape)):
                 continue
             if not AXIS[axis].stores_shards:
@@ -235,6 +235,37 @@ def check_heads(program: Program, degrees: Mapping[str, int], shard_plan: Mappin
                 f"tp={degree} divides the heads of no attention, such as the {number} of {path or program.name}: each rank would compute "
                 f"all of it, {share_text(flops / total)} of the flops of matrix products. Take tp={listed(list(map(str, fits)), 4)}, or "
                 f"accept it with the pin {{{pattern!r}: 'replicate'}} (--shard-plan)."
+            )
+
+
+def _stored_as(spec: Spec) -> Shard:
+    """Return how a parameter that is pinned to ``spec`` is stored in shards."""
+    return Shard(next((kind.dim for kind in spec.get("dp_shard", ()) if isinstance(kind, Shard)), 0))
+
+
+def stored_dims(
+    mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program, stored: Collection[str]
+) -> dict[str, int]:
+    """Return on which dim each of the parameters that are ``stored`` in shards is divided: on the first, or as a shard plan says."""
+    pins = resolve(shard_plan, names_of(program), mesh.degrees()).parameters if shard_plan else {}
+    return {name: _stored_as(pins.get(name, {})).dim for name in sorted(stored)}
+
+
+def check_even(mesh: Mesh, dims: Mapping[str, int], local: Program) -> None:
+    """Check that shards of parameters that are not divided on their first dim are equal, since FSDP2 pads the first alone.
+
+    Args:
+        local: the program of a rank.
+
+    Raises:
+        GraphparError: they are not.
+    """
+    for name, dim in dims.items():
+        shape = local.parameters[name].shape
+        if dim and shape[dim] % mesh.shards:
+            raise GraphparError(
+                f"Shard plan: {name!r} can't be S({dim})@dp_shard: its dim {dim}, {shape[dim]} on a rank, does not divide evenly over "
+                f"{mesh.state_text}, and FSDP2 pads dim 0 alone. Leave the pin out, or take a dim that divides."
             )
 
 

@@ -317,6 +317,7 @@ def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster) 
         optimizer=program.optimizer,
         zero=given.zero,
         reshard=given.reshard,
+        units=given.units,
         prefetch=prefetch != "none",
         gathered={"pre": 1 + distance, "post": distance}.get(prefetch or "", 1),
         rings=bool(given.overlap_tp),

@@ -58,6 +58,7 @@ def validate_plan(program: Program, given: Plan) -> Planned:
             "split_points": given.split_points,
             "table": custom,
             "cluster": given.cluster,
+            "shard_plan": {name: f"S({dim})@dp_shard" for name, dim in given.fully_sharded.items() if dim},
         }
     )
     axes = placed_axes(program, given.mesh)

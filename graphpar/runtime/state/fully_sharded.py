@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from graphpar.runtime.debugging.fp64 import current
 from graphpar.runtime.errors import RuntimeProgramError
@@ -49,18 +49,17 @@ def fully_shard_stage(
     Raises:
         RuntimeProgramError: it can't, since the function puts a parameter into two units.
     """
-    group = groups[MESH_DIM]
+    group, dims = groups[MESH_DIM], program.fully_sharded
     assert group is not None
+    named = list(stage.named_parameters(remove_duplicate=False))
+    placed = {parameter: Shard(dims.get(name, 0)) for name, parameter in named}
     try:
         order = units(
             stage,
             mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(MESH_DIM,)),
             reshard_after_forward=reshard_after_forward(program),
-            ignored_params={
-                parameter
-                for name, parameter in stage.named_parameters(remove_duplicate=False)
-                if name not in program.fully_sharded
-            },
+            shard_placement_fn=placed.get,
+            ignored_params={parameter for name, parameter in named if name not in dims},
         )
     except (AssertionError, RuntimeError, ValueError) as error:
         twice = [name for name, parameter in stage.named_parameters() if isinstance(parameter, DTensor)]
@@ -136,7 +135,9 @@ def drop_gradients(stage: nn.Module) -> None:
 
 
 def _units(stage: nn.Module) -> list[FSDPModule]:
-    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    """Return a module of each unit; several may share one."""
+    modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    return list({id(module._get_fsdp_state()): module for module in modules}.values())
 
 
 def _root(stage: nn.Module) -> Any:
@@ -240,5 +241,7 @@ def padded(tensor: Tensor) -> Tensor:
     part = local(tensor)
     if not isinstance(tensor, DTensor):
         return part
+    if tensor.placements[0] != Shard(0):
+        return part  # other dims divide evenly
     missing = -(-tensor.shape[0] // tensor.device_mesh.size()) - part.shape[0]
     return torch.cat([part, part.new_zeros((missing, *part.shape[1:]))]) if missing else part

@@ -227,7 +227,16 @@ def test_a_file_leaves_out_what_is_as_usual() -> None:
     record = json.loads(parts.files["plan.json"])
 
     assert set(plan.to_json()) - set(record) == {
-        *("allow_batch_coupling", "dp_mean", "dropout", "zero1_by", "reshard", "prefetch", "prefetch_distance"),
+        *(
+            "allow_batch_coupling",
+            "dp_mean",
+            "dropout",
+            "zero1_by",
+            "reshard",
+            "units",
+            "prefetch",
+            "prefetch_distance",
+        ),
         *("sp", "loss_parallel"),
         *("overlap_tp", "offload", "compile", "reduce_dtype", "actions", "cluster"),
     }

@@ -319,7 +319,8 @@ def _rows(coupled: bool = False) -> gp.Program:
 @pytest.mark.parametrize(
     ("pin", "asked", "reason"),
     [
-        ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
+        ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 3}, "global_batch": 6}, "its dim 1, 16 on a rank, does not divide evenly"),
+        ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is replicated on the 2 ranks of dp_shard"),
         ({"up.weight": "R@dp_shard"}, {"mesh": {"dp_shard": 2}}, r"zero=3 stores it as S\(0\) over dp_shard=2"),
         ({"up": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}, "zero=1 it is replicated on the 2 ranks of dp_shard"),
         ({"up.weight": "S(0)@dp_replicate"}, {"mesh": {"dp_replicate": 2}}, "the 2 ranks of dp_replicate compute with it"),
@@ -338,6 +339,7 @@ def test_a_pin_that_can_not_be_is_refused(pin: dict[str, object], asked: dict[st
     ("pin", "asked"),
     [
         ({"up.weight": "S(0)@dp_shard"}, {"mesh": {"dp_shard": 2}}),
+        ({"up.weight": "S(1)@dp_shard"}, {"mesh": {"dp_shard": 2}}),
         ({"up.weight": "R@dp_shard"}, {"mesh": {"dp_shard": 2}, "zero": 1}),
         ({"up.weight": "R@dp_replicate"}, {"mesh": {"dp_replicate": 2}}),
         ({"up.weight": "S(1)@tp"}, {"mesh": {"tp": 2}}),
