@@ -21,7 +21,6 @@ from tests.end_to_end.test_zero import (
     RANKS,
     REFUSED,
     SAMPLE,
-    UNITS,
     Layered,
     _exact,
     _layered,
@@ -32,6 +31,7 @@ from tests.ranks import zero1_script
 from tests.tools.rank_pool import RankPool
 from tests.tools.samples import sample
 
+UNITS = 5  # four blocks and the rest
 POLICIES = ("contiguous", "longest", "flat")
 SCHEDULES = (
     "GPipe",
