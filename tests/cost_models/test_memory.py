@@ -28,7 +28,7 @@ from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory, with_optimizer
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
 from graphpar.ir.program import OptimizerState, concrete_shape, value_of
-from graphpar.passes.planning.prices import table_of
+from graphpar.passes.planning.prices import estimate_plan, table_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
@@ -368,6 +368,35 @@ def test_main_copies_are_of_low_precision_parameters() -> None:
     assert memory.main_copies == 2 * memory.parameters
     assert memory.optimizer == 2 * memory.main_copies
     assert memory.gradients == memory.parameters
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_level_1_has_working_copies_and_main_values_in_pieces(rows: int) -> None:
+    """Four blocks that are equal, and a table and a head, whose gradients are summed last."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Linear(8, 64), nn.Linear(64, 8)
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.table(x)
+            for layer in self.layers:
+                h = h + layer(h)
+            return self.head(h)
+
+    model, ranks = Model(), 4
+    program = gp.export(model, (torch.randn(16, 8),), loss_fn=lambda y: y.square().mean(), dtype="bf16")
+    plan = gp.plan(program, mesh={"dp_shard": ranks}, zero=1, microbatch_size=rows)
+    (memory,) = estimate_plan(program, plan.plan, gp.Cluster.parse(f"{ranks}xA100")).memory
+    elements, block = sum(p.numel() for p in model.parameters()), 64 * 65
+    assert (memory.parameters, memory.copies) == (2 * elements, 0)
+    assert (memory.main_copies, memory.optimizer) == (4 * elements // ranks, 8 * elements // ranks)
+    running = 4 * (elements - 4 * block + 3 * block)  # the first and the last block are in units of their own
+    several = 4 * (elements + block)
+    expected = 4 * elements // ranks + min(running, several) if rows == 4 else several
+    assert memory.gradients == pytest.approx(expected, abs=8 * block)
 
 
 def test_inference_keeps_only_what_it_sends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,30 @@ class Autocast(Tied):
             return super().forward(tokens)
 
 
+def adapted() -> nn.Module:
+    """Frozen layers with low-rank adapters."""
+    return gp.lora(Tied(), {"layers.*.up": 2})
+
+
 TOKENS = torch.randint(7, (ROWS, 5), generator=torch.Generator().manual_seed(1))
 
 
-def _program(kind: type[nn.Module], **options: Any) -> gp.Program:
+def _program(kind: Callable[[], nn.Module], **options: Any) -> gp.Program:
     def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(output.float().flatten(0, 1), labels.flatten())
 
     return gp.export(kind(), (TOKENS,), loss_fn=loss_fn, targets=(TOKENS,), **options)
 
 
-def _parts(kind: type[nn.Module], by: str, size: int, mesh: dict[str, int], **options: Any) -> gp.Parts:
+def _parts(kind: Callable[[], nn.Module], by: str, size: int, mesh: dict[str, int], **options: Any) -> gp.Parts:
     program = _program(kind, **({} if kind is Autocast else {"dtype": "bf16"}))
     mesh = {"dp_shard": 2, **mesh}
     return gp.partition(program, gp.plan(program, mesh=mesh, zero=1, zero1_by=by, microbatch_size=size, **options))
 
 
-def _saved(parts: gp.Parts, folder: Path) -> list[Path]:
+def _saved(parts: gp.Parts, kind: Callable[[], nn.Module], folder: Path) -> list[Path]:
     """The program, and the same one whose ranks store whole parameters in fp32."""
-    found = [parts.save(folder / name, weights=Tied().state_dict()) for name in ("apart", "whole")]
+    found = [parts.save(folder / name, weights=kind().state_dict()) for name in ("apart", "whole")]
     plan = found[1] / "plan.json"
     record = json.loads(plan.read_text())
     assert record["interface"].pop("working")
@@ -94,13 +100,16 @@ def _run(pool: RankPool, folder: Path, jobs: list[dict[str, Any]], ranks: int) -
     return [[(load_file(f"{s}.safetensors"), json.loads(Path(f"{s}.json").read_text())) for s in own] for own in stems]
 
 
-def _same(pool: RankPool, folder: Path, parts: list[gp.Parts]) -> list[Any]:
+def _same(
+    pool: RankPool, folder: Path, parts: list[gp.Parts], kind: Callable[[], nn.Module] = Tied, compiled: bool = False
+) -> list[Any]:
     """Check that programs compute the same to the bit with main values apart; return what their ranks report, in pairs."""
     jobs: list[dict[str, Any]] = []
     for number, each in enumerate(parts):
         (folder / str(number)).mkdir()
-        for program in _saved(each, folder / str(number)):
-            jobs.append({"program": str(program), "checkpoint": str(program) + "_checkpoint"})
+        for program in _saved(each, kind, folder / str(number)):
+            checkpoint = f"{program}_checkpoint"
+            jobs.append({"program": str(program), "checkpoint": checkpoint, "compile": compiled})
     for first, second in zip(jobs[::2], jobs[1::2]):  # each loads what the other one has saved
         second["load"] = first["checkpoint"]
     results = _run(pool, folder, jobs, parts[0].plan.mesh.size)
@@ -137,12 +146,14 @@ def test_numbers_and_bytes(tmp_path: Path, pool: RankPool) -> None:
         assert all("pipeline.named_parameters()" in report["refused"] for _, report in own)
 
 
-MORE: list[tuple[type[nn.Module], str, int, dict[str, int], dict[str, Any]]] = [
+MORE: list[tuple[Callable[[], nn.Module], str, int, dict[str, int], dict[str, Any]]] = [
     (Tied, "flat", 1, {"pp": 2}, {"schedule": "ZBVZeroBubble"}),
     (Autocast, "contiguous", 2, {"pp": 2}, {"schedule": "1F1B"}),
     (Tied, "longest", 2, {"tp": 2}, {}),
     (Tied, "flat", 2, {"dp_replicate": 2}, {"reduce_dtype": "bf16"}),
     (Tied, "flat", 1, {"dp_shard": 4}, {}),
+    (adapted, "flat", 4, {}, {}),
+    (Tied, "longest", 2, {}, {"compile": True}),
 ]
 
 
@@ -150,7 +161,8 @@ MORE: list[tuple[type[nn.Module], str, int, dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize("number", sample(range(len(MORE)), 2))
 def test_beside_other_axes(number: int, tmp_path: Path, pool: RankPool) -> None:
     kind, by, size, mesh, options = MORE[number]
-    _same(pool, tmp_path, [_parts(kind, by, size, mesh, **options)])
+    compiled = options.get("compile", False)
+    _same(pool, tmp_path, [_parts(kind, by, size, mesh, **options)], kind, compiled)
 
 
 def test_plans_say_which_parameters_are_apart(tmp_path: Path) -> None:

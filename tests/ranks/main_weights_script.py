@@ -1,7 +1,7 @@
 """A script for ranks: programs trained in all the ways that touch parameters, what each leaves, and what a rank stores.
 
-Takes a JSON file of jobs, {"program", "checkpoint", "load"}, and writes job_{number}_{rank}.safetensors and .json beside it. What is
-written of two programs that compute the same can be compared to the bit.
+Takes a JSON file of jobs, {"program", "checkpoint", "load", "compile"}, and writes job_{number}_{rank}.safetensors and .json beside it.
+What is written of two programs that compute the same can be compared to the bit.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def trained(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> 
     report |= {"parameters": storages(stage), "all": storages([*stage, *own, *state]), "state": storages(state)}
     found["averages"] = torch.cat([average.flatten() for average in averages]).double().sum()
     found |= {f"parameter/{name}": local(value).clone() for name, value in pipeline.state_dict().items()}
+    if pipeline.program.adapters:
+        found |= merged(pipeline)
     pipeline.save_checkpoint(job["checkpoint"], optimizer, step=STEPS)
     pipeline.save_weights(Path(job["checkpoint"]).with_suffix(".safetensors"))
     pipeline.load_weights()
@@ -80,6 +82,15 @@ def trained(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> 
     found |= {f"loaded eval/{name}": value for name, value in (evaluated or {}).items()}
     if pipeline.program.working:
         report["refused"] = refused(pipeline)
+    return found
+
+
+def merged(pipeline: Pipeline) -> dict[str, Tensor]:
+    """What is computed and stored while adapters are merged; they are as before in the end."""
+    pipeline.adapters.merge()
+    found = {f"merged/{name}": value.clone() for name, value in pipeline.state_dict().items()}
+    found |= {f"merged loss/{name}": value for name, value in (pipeline.infer(batch_of(pipeline, 0)) or {}).items()}
+    pipeline.adapters.unmerge()
     return found
 
 
@@ -99,7 +110,8 @@ def main() -> None:
     with start(120.0) as ranks:
         for number, job in enumerate(json.loads(jobs.read_text())):
             report: dict[str, Any] = {}
-            with Pipeline(job["program"], ranks.device) as pipeline:
+            backend = "aot_eager" if job["compile"] else False
+            with Pipeline(job["program"], ranks.device, compile=backend) as pipeline:
                 found = trained(pipeline, job, report)
             save_file(found, jobs.parent / f"job_{number}_{ranks.rank}.safetensors")
             (jobs.parent / f"job_{number}_{ranks.rank}.json").write_text(json.dumps(report))
