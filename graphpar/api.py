@@ -83,7 +83,7 @@ def export(
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode by the model's ``train`` and ``eval``. By default "train" where there is a loss;
             a model without one stays as it is built.
-        evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode. Without it ``eval`` is
+        evaluates: also trace in evaluation mode, so that ``pipeline.eval`` computes what the model does then. Without it ``eval`` is
             refused for all models but those of torch's own modules.
         dtype: "fp32", "bf16", "fp16" or "auto": in which the model computes. With 16 bits, parameters, gradients and optimizer state
             stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
@@ -150,10 +150,26 @@ def _exported(
         def at_size(size: int, whole: int | None) -> Program:
             again = run_passes(retrace(size, whole), row_list, skip=skip)[0]
             again.source, again.retrace = raw.source, at_size
-            return again
+            return _retraced_with(again)
 
         program.retrace = at_size
+        _retraced_with(program)
     return program
+
+
+def _retraced_with(program: Program) -> Program:
+    """Trace what the model is in evaluation, if it is another program, at each size with ``program``."""
+    if program.evaluated is not None:
+        retrace = program.retrace
+        assert retrace is not None
+        program.evaluated.retrace = lambda size, whole: _evaluated_at(retrace(size, whole))
+    return program
+
+
+def _evaluated_at(program: Program) -> Program:
+    if program.evaluated is None:
+        raise GraphparError(f"at other numbers of rows {program.no_eval}")
+    return program.evaluated
 
 
 def _with_options(request: Callable[P, Request]) -> Callable[Concatenate[Program, P], Planned]:
@@ -251,6 +267,8 @@ def printed(
     plan, (local, stages) = compilation.plan, compilation.emitted
     package = emit_package(local, plan, stages, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
+    if local.no_eval is not None and local.source is not None and local.source.evaluates:
+        report["warnings"].append(f"{local.no_eval[0].upper()}{local.no_eval[1:]}.")
     if optimizer is not None and local.mode == "train":
         from graphpar.verification.tried_optimizer import tried_optimizer
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
 from graphpar.codegen.formatting import WIDTH, commented, describe_shape, describe_types, wrapped
 from graphpar.codegen.layers import Layers
-from graphpar.codegen.printer import GraphPrinter, Printed
+from graphpar.codegen.printer import EVALUATED, GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Chunked, Function, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage
@@ -23,28 +24,62 @@ _INDENT = "    "
 _COLUMN = 84  # where comments about types begin
 
 
-def block_class(program: Program, block: Block) -> tuple[str, bool]:
-    """Print a block's class; return its text and whether it needs the helper ``parameters``."""
+def block_class(program: Program, block: Block) -> tuple[str, bool, bool]:
+    """Print a block's class; return its text, whether it needs the helper ``parameters``, and whether it has a method ``evaluated``, as it
+    computes something else in evaluation.
+    """
+    other = None if program.evaluated is None else program.evaluated.blocks.get(block.name)
     instance = block.instances[0]
     prefix = f"{instance}."
     infos = {name.removeprefix(prefix): info for name, info in _owned(program, prefix).items()}
     tree = build_tree(
         infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
     )
-    layers = Layers.of(block.graph, tree, program.module_classes, prefix)
+    layers = Layers.of(
+        block.graph, tree, program.module_classes, prefix, evaluated=None if other is None else other.graph
+    )
     made = layers.constructors(tree, program.module_classes, prefix)
     init = InitPrinter(tree, made, train=program.mode == "train")
     body = init.print(program.ties_below(instance))
-    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path, layers=layers)
-    printed = printer.print()
+
+    def printed_of(graph: fx.Graph) -> Printed:
+        return GraphPrinter(graph, lambda name: reference(tree, name), base=block.path, layers=layers).print()
+
+    printed = printed_of(block.graph)
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
     lines = [
         f"class {block.name}(nn.Module):",
         *docstring(f"{where}: {_flow(block.graph, printed)}{_shardings(infos)}"),
     ]
     lines += _init_lines(body)
+    apart = False
+    if other is not None:
+        with _inputs_named_as(other.graph, block.graph):  # what comes into a block may have another name
+            apart = _body(printed_of(other.graph)) != _body(printed)
     lines += _forward_lines(printed, block.graph, base=block.path)
-    return "\n".join(lines) + "\n", init.needs_parameters
+    if other is not None and apart:
+        again = printed_of(other.graph)
+        doc = docstring(f"In evaluation: {_flow(other.graph, again)}", _INDENT * 2)
+        lines += _forward_lines(again, other.graph, EVALUATED, doc, base=block.path)
+    return "\n".join(lines) + "\n", init.needs_parameters, apart
+
+
+@contextlib.contextmanager
+def _inputs_named_as(graph: fx.Graph, other: fx.Graph) -> Iterator[None]:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = [node.target for node in other.nodes if node.op == "placeholder"]
+    before = [node.target for node in placeholders]
+    for node, name in zip(placeholders, names):
+        node.target = name
+    try:
+        yield
+    finally:
+        for node, name in zip(placeholders, before):
+            node.target = name
+
+
+def _body(printed: Printed) -> object:
+    return printed.parameters, [statement.text for statement in printed.statements], printed.returned
 
 
 def stage_class(
@@ -58,7 +93,8 @@ def stage_class(
         blocks: its block instances, path -> class.
     """
     tree = stage_tree(program, infos, blocks)
-    layers = Layers.of(stage.graph, tree, program.module_classes)
+    other = stage.evaluated
+    layers = Layers.of(stage.graph, tree, program.module_classes, evaluated=None if other is None else other.graph)
     init = InitPrinter(tree, layers.constructors(tree, program.module_classes), train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
     printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts), layers)
@@ -68,6 +104,10 @@ def stage_class(
     lines = [f"class Stage{stage.index}(nn.Module):", *docstring(summary)]
     lines += _init_lines(body)
     lines += _forward_lines(printed, stage.graph, keyword_after=len(received))
+    if other is not None:
+        printed = StagePrinter(other.graph, tree, (*other.inputs, *other.counts), layers).print()
+        doc = docstring(f"In evaluation: {_flow(other.graph, printed)}", _INDENT * 2)
+        lines += _forward_lines(printed, other.graph, EVALUATED, doc, keyword_after=len(other.receives))
     return "\n".join(lines) + "\n", init.needs_parameters
 
 
@@ -201,14 +241,23 @@ def _init_lines(body: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _forward_lines(printed: Printed, graph: fx.Graph, *, base: str = "", keyword_after: int | None = None) -> list[str]:
+def _forward_lines(
+    printed: Printed,
+    graph: fx.Graph,
+    name: str = "forward",
+    doc: Sequence[str] = (),
+    *,
+    base: str = "",
+    keyword_after: int | None = None,
+) -> list[str]:
     parameters = [f"{name}: {_type(node)}" for name, node in _parameters(printed, graph)]
     if keyword_after is not None and len(parameters) > keyword_after:
         parameters.insert(keyword_after, "*")
-    header = f"def forward({', '.join(['self', *parameters])}) -> {_result_type(graph)}:"
+    header = f"def {name}({', '.join(['self', *parameters])}) -> {_result_type(graph)}:"
     return [
         "",
         *wrapped(header, _INDENT),
+        *doc,
         *_statement_lines(printed, _INDENT * 2, base),
         *_noted(wrapped(f"return {printed.returned}", _INDENT * 2), printed.notes),
     ]

@@ -125,16 +125,29 @@ class Layers:
         return found
 
     @staticmethod
-    def of(graph: fx.Graph, tree: Tree, classes: Mapping[str, str], prefix: str = "") -> Layers:
+    def of(
+        graph: fx.Graph, tree: Tree, classes: Mapping[str, str], prefix: str = "", *, evaluated: fx.Graph | None = None
+    ) -> Layers:
         """Find the layers of the class whose forward is ``graph`` and whose modules are ``tree``.
 
         Args:
             classes: module path -> the user's class; ``prefix`` is that of the class's own modules.
+            evaluated: what the class computes in evaluation, where that is another graph, on the same layers.
         """
+        mine = Layers._of(graph, tree, classes, prefix, trains=True)
+        if evaluated is None:
+            return mine
+        other = Layers._of(evaluated, tree, classes, prefix, trains=False)
+        by_path = {**other.by_path, **mine.by_path}
+        calls = {node: path for node, path in other.calls.items() if other.by_path[path] == by_path[path]}
+        return Layers(by_path, {**mine.calls, **calls}, mine.counts)
+
+    @staticmethod
+    def _of(graph: fx.Graph, tree: Tree, classes: Mapping[str, str], prefix: str, *, trains: bool) -> Layers:
         uses: dict[str, dict[fx.Node, _Use]] = {}
         counts: dict[str, list[fx.Node]] = {}
         for node in graph.nodes:
-            if (found := _use(node, tree)) is not None:
+            if (found := _use(node, tree, trains)) is not None:
                 uses.setdefault(found.path, {})[node] = found
             elif (path := _counts_batches(node)) is not None:
                 counts.setdefault(path, []).append(node)
@@ -149,7 +162,7 @@ class Layers:
             by_path[path] = next(iter(fitting.values())).layer
             called = [node for node, use in fitting.items() if use.called]
             holder = tree.at(path)
-            counting = len(called) if holder is not None and _COUNT in holder.tensors else 0
+            counting = len(called) if trains and holder is not None and _COUNT in holder.tensors else 0
             if len(counts.get(path, ())) == counting:  # each call of a BatchNorm counts a batch
                 calls |= dict.fromkeys(called, path)
                 counted += counts.get(path, ())
@@ -189,8 +202,8 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return dict(zip(inspect.signature(node.target).parameters, node.args)) | dict(node.kwargs)  # type: ignore[arg-type]
 
 
-def _use(node: fx.Node, tree: Tree) -> _Use | None:
-    """Return which module of torch's ``node`` is a call of, or reads."""
+def _use(node: fx.Node, tree: Tree, trains: bool) -> _Use | None:
+    """Return which module of torch's ``node`` is a call of, or reads, where modules are in training or not."""
     record = record_of(node)
     if not record.module:
         return None
@@ -215,8 +228,8 @@ def _use(node: fx.Node, tree: Tree) -> _Use | None:
         return None
     if not layer.has(holder.tensors) or not all(info.persistent for info in holder.tensors.values()):
         return None
-    trains = named.get("training", named.get("use_input_stats", True)) is True and record.composite is None
-    return _Use(path, layer, trains and read.keys() == given_tensors.keys() == holder.tensors.keys() - {_COUNT})
+    follows = named.get("training", named.get("use_input_stats", trains)) is trains and record.composite is None
+    return _Use(path, layer, follows and read.keys() == given_tensors.keys() == holder.tensors.keys() - {_COUNT})
 
 
 def _parameter(item: Any, user: fx.Node) -> tuple[str, torch.dtype | None] | None:

@@ -20,28 +20,33 @@ from graphpar.runtime.layout import ExpertRows, I, P, R, Shard
 from graphpar.runtime.manifest import ModelOutputInterface
 
 
-def with_kept_outputs(stages: Sequence[Stage]) -> list[Stage]:
-    """Return the stages with a call of ``keep_output`` behind each operator of the root whose value the model returns."""
+def with_kept_outputs(stages: Sequence[Stage], *, of_blocks: bool = False) -> list[Stage]:
+    """Return the stages with a call of ``keep_output`` behind each operator of the root whose value the model returns.
+
+    ``of_blocks``: also behind blocks, which are not called as modules in evaluation where they compute something else there.
+    """
     found = list(stages)
     for _, node, index in _marked(stages):
-        if node.op == "call_function" and found[index] is stages[index]:
-            found[index] = replace(stages[index], graph=_keeping(stages[index].graph))
+        if (node.op == "call_function" or of_blocks) and found[index] is stages[index]:
+            found[index] = replace(stages[index], graph=_keeping(stages[index].graph, of_blocks))
     return found
 
 
-def _keeping(source: fx.Graph) -> fx.Graph:
+def _keeping(source: fx.Graph, of_blocks: bool) -> fx.Graph:
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
     graph.output_node().meta = dict(source.output_node().meta)
     for node in list(graph.nodes):
-        for output in node.meta.get("model_output", ()) if node.op == "call_function" else ():
+        for output in node.meta.get("model_output", ()) if node.op == "call_function" or of_blocks else ():
             with graph.inserting_after(node):
                 keeps = graph.call_function(keep_output, (output.name, node))
             keeps.meta = {"val": None, "module_stack": node.meta.get("module_stack", ())}
     return graph
 
 
-def model_output_interfaces(stages: Sequence[Stage], plan: Plan) -> tuple[ModelOutputInterface, ...]:
+def model_output_interfaces(
+    stages: Sequence[Stage], plan: Plan, *, of_blocks: bool = False
+) -> tuple[ModelOutputInterface, ...]:
     """Describe them for the runtime: those whose parts it can join."""
     found = []
     for output, node, index in _marked(stages):
@@ -53,7 +58,7 @@ def model_output_interfaces(stages: Sequence[Stage], plan: Plan) -> tuple[ModelO
                 ModelOutputInterface(
                     name=output.name,
                     stage=index,
-                    module=str(node.target) if node.op == "call_module" else None,
+                    module=str(node.target) if node.op == "call_module" and not of_blocks else None,
                     shape=output.shape_at(plan.microbatch_size),
                     dtype=value_of(node).dtype,
                     batch_dim=output.batch_dim,

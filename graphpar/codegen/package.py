@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from graphpar.codegen.dead_code import library_files, name_in_library, without_u
 from graphpar.codegen.formatting import WIDTH, shapes_of, wrapped
 from graphpar.codegen.model_outputs import model_output_interfaces, with_kept_outputs
 from graphpar.codegen.operators import OperatorsFile, operators_file
-from graphpar.codegen.printer import FUNCTIONS, OF_FILES
+from graphpar.codegen.printer import EVALUATED, FUNCTIONS, OF_FILES
 from graphpar.codegen.scripts import launch_files, script
 from graphpar.codegen.token_inputs import classes, vocabularies
 from graphpar.codegen.units import (
@@ -56,9 +56,11 @@ from graphpar.ir.program import (
 )
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.naming import free_name
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, working_dtypes
 from graphpar.runtime.manifest import (
     Counts,
+    EvaluatedInterface,
     InputInterface,
     Interface,
     OutputInterface,
@@ -117,6 +119,17 @@ def _package(
     recomputed: Mapping[str, Recomputation],
 ) -> Package:
     stages = with_kept_outputs(stages)
+    if program.evaluated is not None:
+        evaluated = with_kept_outputs(
+            [stage.evaluated for stage in stages if stage.evaluated is not None], of_blocks=True
+        )
+        stages = [replace(stage, evaluated=other) for stage, other in zip(stages, evaluated)]
+        for graph in (
+            *(block.graph for block in program.evaluated.blocks.values()),
+            *(stage.graph for stage in evaluated),
+        ):
+            for node in graph.nodes:
+                node.meta[EVALUATED] = True
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
@@ -163,8 +176,9 @@ def stage_contents(
     tensors: list[dict[str, TensorInfo]] = []
     instances: list[dict[str, str]] = []
     for stage in stages:
-        used = [str(node.target) for node in stage.graph.nodes if node.op == "get_attr"]
-        calls = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+        nodes = [node for graph in graphs_of(stage) for node in graph.nodes]
+        used = [str(node.target) for node in nodes if node.op == "get_attr"]
+        calls = {str(node.target): str(node.meta["block"]) for node in nodes if node.op == "call_module"}
         used = [name for name in used if not any(is_below(name, path) for path in calls)]
         tensors.append({name: program.tensor_info(name) for name in used})
         instances.append(calls)
@@ -198,24 +212,53 @@ def _home(
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
+def graphs_of(stage: Stage) -> list[fx.Graph]:
+    """Return what a stage computes, in training and in evaluation where that is another graph."""
+    return [stage.graph, *([stage.evaluated.graph] if stage.evaluated is not None else [])]
+
+
 def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
     """All graphs that are printed."""
-    graphs = [*(stage.graph for stage in stages), *(block.graph for block in _called(program, stages))]
+    blocks = [
+        each.blocks[block.name].graph for block in _called(program, stages) for each in _modes(program, block.name)
+    ]
+    graphs = [*(graph for stage in stages for graph in graphs_of(stage)), *blocks]
     graphs += [function.graph for function in _functions(program, stages).values()]
     return [*graphs, *([program.counts] if program.counts is not None else [])]
 
 
 def _called(program: Program, stages: Sequence[Stage]) -> list[Block]:
     """The blocks that stages call."""
-    used = {str(node.meta["block"]) for stage in stages for node in stage.graph.nodes if node.op == "call_module"}
+    nodes = (node for stage in stages for graph in graphs_of(stage) for node in graph.nodes)
+    used = {str(node.meta["block"]) for node in nodes if node.op == "call_module"}
     return [block for name, block in program.blocks.items() if name in used]
 
 
+def _modes(program: Program, block: str) -> list[Program]:
+    """The programs, of training and of evaluation where that is another, that have a block."""
+    return [each for each in (program, program.evaluated) if each is not None and block in each.blocks]
+
+
 def _functions(program: Program, stages: Sequence[Stage]) -> dict[str, Function]:
-    """The functions that stages and their blocks call, by name."""
-    graphs = [*(stage.graph for stage in stages), *(block.graph for block in _called(program, stages))]
-    targets = [node.target for graph in graphs for node in graph.nodes]
-    return {target.name: target for target in targets if isinstance(target, Function)}
+    """The functions that stages and their blocks call, by name; one that evaluation has under a name of training's gets another."""
+    called = [block.name for block in _called(program, stages)]
+    found: dict[str, Function] = {}
+    for mode, own in (
+        (program, [stage.graph for stage in stages]),
+        (program.evaluated, [stage.evaluated.graph for stage in stages if stage.evaluated is not None]),
+    ):
+        blocks = [] if mode is None else [mode.blocks[name].graph for name in called if name in mode.blocks]
+        for target in (node.target for graph in (*own, *blocks) for node in graph.nodes):
+            if isinstance(target, Function):
+                known = found.setdefault(target.name, target)
+                if (
+                    known is not target
+                    and mode is program.evaluated
+                    and helper_function(known) != helper_function(target)
+                ):
+                    target.name = free_name(target.name, found)
+                    found[target.name] = target
+    return found
 
 
 def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
@@ -228,8 +271,13 @@ def _blocks_file(program: Program, stages: Sequence[Stage], operators: Operators
     """``blocks.py`` and the names that it defines."""
     helpers, blocks = _functions(program, stages), _called(program, stages)
     classes = [block_class(program, block) for block in blocks]
-    parts = [helper_function(helper) for helper in helpers.values()] + [text for text, _ in classes]
-    if any(needs for _, needs in classes):
+    parts = [*map(helper_function, helpers.values()), *(text for text, _, _ in classes)]
+    apart = {block.name for block, (_, _, apart) in zip(blocks, classes) if apart}
+    for stage in stages:
+        for node in stage.evaluated.graph.nodes if stage.evaluated is not None else ():
+            if node.op == "call_module":
+                node.meta[EVALUATED] = node.meta["block"] in apart
+    if any(needs for _, needs, _ in classes):
         parts.insert(0, _PARAMETERS)
     if not parts:
         return "", set()
@@ -337,6 +385,7 @@ def interface(
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     trains = program.mode == "train"
     other_names = {name for group in program.ties for name in group[1:]}
+    evaluated = [stage.evaluated for stage in stages if stage.evaluated is not None]
     described = Interface(
         inputs=tuple(_input(entry, plan, tables.get(entry.name), labels.get(entry.name)) for entry in program.inputs),
         counts=Counts(program.count_names, tuple(counts_inputs)),
@@ -349,11 +398,13 @@ def interface(
                 receives=tuple(_boundary(boundary, plan) for boundary in stage.receives),
                 sends=tuple(_boundary(boundary, plan) for boundary in stage.sends),
                 recomputes=bool(recomputed_in([stage], recomputed)),
+                evaluated=None if stage.evaluated is None else _evaluated(stage.evaluated, plan),
             )
             for stage in stages
         ),
         outputs=tuple(_outputs(program, plan)),
         model_outputs=model_output_interfaces(stages, plan),
+        evaluated_outputs=model_output_interfaces(evaluated, plan, of_blocks=True),
         steady=tuple(program.steady),
         branches={name: f"{branch} is not {branch.taken}" for name, branch in program.branches.items()},
         shapes={
@@ -371,6 +422,9 @@ def interface(
         owners=owners_of(program, plan, stages) if plan.zero == 1 else {},
         ties=tuple(tuple(group) for group in program.ties),
         streams=tuple(tuple(layout) for layout in program.stream_layouts),
+        evaluated_streams=tuple(tuple(layout) for layout in program.evaluated.stream_layouts)
+        if program.evaluated
+        else (),
         plain=program.plain,
         no_eval=program.no_eval,
         generation=program.generation if program.mode == GENERATE else {},
@@ -380,6 +434,15 @@ def interface(
         **(_whole(program, plan) if trains else {}),
     )
     return written(described)
+
+
+def _evaluated(stage: Stage, plan: Plan) -> EvaluatedInterface:
+    return EvaluatedInterface(
+        inputs=tuple(stage.inputs),
+        counts=tuple(stage.counts),
+        receives=tuple(_boundary(boundary, plan) for boundary in stage.receives),
+        sends=tuple(_boundary(boundary, plan) for boundary in stage.sends),
+    )
 
 
 def _known(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -85,6 +85,16 @@ class Printed:
     notes: tuple[tuple[str, str], ...] = ()  # of what is returned
 
 
+EVALUATED = "evaluated"
+"""The method of a class that is its forward in evaluation, where that is not what it is in training; in a call's metadata: that it is
+called."""
+
+
+def called(block: str, node: fx.Node) -> str:
+    """Write what a call of a block calls."""
+    return f"{block}.{EVALUATED}" if node.meta.get(EVALUATED) else block
+
+
 def _is_sharded(node: fx.Node) -> bool:
     name = name_in_library(node.target)
     return "sharded" in node.kwargs or (name is not None and "collectives" in {name, *needed_by(name)})
@@ -387,7 +397,7 @@ class GraphPrinter:
         if node.op == "call_module":
             assert self.call is not None
             arguments = ", ".join(self.expression(argument).text for argument in node.args)
-            return Expression(f"{self.call(node)}({arguments})")
+            return Expression(f"{called(self.call(node), node)}({arguments})")
         if node in self.layers:
             arguments = ", ".join(self.expression(operand).text for operand in given(node))
             return Expression(f"{self.attribute(self.layers[node])}({arguments})")

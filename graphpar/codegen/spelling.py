@@ -31,6 +31,7 @@ from graphpar.operators.spelling import (
     call,
     called_on,
     given_arguments,
+    in_training,
     literal,
 )
 from graphpar.operators.table import record_named
@@ -185,5 +186,5 @@ def _collective(node: fx.Node, shown: Printed) -> Expression:
     """A redistribution: ``all_gather(hidden, "tp", dim=1)``."""
     options = {key: shown(item).text for key, item in node.kwargs.items() if item is not None and item != ()}
     if "training" in options:
-        options["training"] = "self.training"
+        options["training"] = in_training(node)
     return call(operator_name(node), [shown(item).text for item in node.args], options)

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.layers import Layers
-from graphpar.codegen.printer import GraphPrinter, Statement
+from graphpar.codegen.printer import EVALUATED, GraphPrinter, Statement, called
 from graphpar.emitted import random_streams
 
 
@@ -102,6 +102,7 @@ class StagePrinter(GraphPrinter):
             else:
                 arguments.append(self.expression(argument).text)
         header, body = self._loop(run, loop_name)
+        body = called(body, node)
         lines = [] if start == name else [f"{name} = {start}"]
         lines += [header, f"    {name} = {body}({', '.join(arguments)})"]
         last = run.first + len(run.calls) - 1
@@ -170,7 +171,8 @@ def _run_from(calls: list[fx.Node], start: int) -> Run | None:
         expected = f"{parent}.{run.first + len(run.calls)}" if parent else str(run.first + len(run.calls))
         if str(following.target) != expected or following.args[run.carried : run.carried + 1] != (previous,):
             break
-        if len(previous.users) != 1 or not _same_arguments(run, following):
+        same = following.meta.get(EVALUATED) == first.meta.get(EVALUATED)
+        if len(previous.users) != 1 or not same or not _same_arguments(run, following):
             break
         run.calls.append(following)
     return run if len(run.calls) > 1 else None

@@ -396,7 +396,7 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
-def _written_buffers(program: Program) -> list[str]:
+def written_buffers(program: Program) -> list[str]:
     """Return the buffers that operators write, or what was made of them: what follows by first operands counts."""
     names = []
     for node in program.graph.nodes:
@@ -414,7 +414,7 @@ def check_memory(program: Program, model: nn.Module) -> None:
     Raises:
         GraphparError: there is one.
     """
-    written = _written_buffers(program)
+    written = written_buffers(program)
     if not written:
         return
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]

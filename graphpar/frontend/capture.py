@@ -13,7 +13,7 @@ import contextlib
 import functools
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from graphpar.frontend.branches import Branches, Values, with_rows
 from graphpar.frontend.build import Built, build, build_for_real, needed_arguments
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.checkpoint_regions import Regions, plain_regions
-from graphpar.frontend.evaluation import always_on, difference, may_differ
+from graphpar.frontend.evaluation import always_on, differs, may_differ, with_evaluation
 from graphpar.frontend.exported import NeedsValuesError, to_program
 from graphpar.frontend.fixed_size import LiteralSizes, mark_batch
 from graphpar.frontend.left_out import check_left_out
@@ -63,7 +63,7 @@ from graphpar.frontend.trace_guards import (
     unusual_apart,
 )
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients, without_evaluation
 from graphpar.ir.source import in_loop, user_line
 from graphpar.runtime.option_kinds import GENERATE, INFER, MODES, TRAIN
 from graphpar.runtime.stages.initialise import other_generators
@@ -122,7 +122,13 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
         check_backward_hooks(request.model)
         program = program.warn(*_modes(request))
     if program.mode == TRAIN and may_differ(request.model):
-        program.no_eval = _no_eval(request, program) if source.evaluates else NOT_COMPARED
+        if not source.evaluates:
+            return replace(program, no_eval=NOT_COMPARED)
+        try:
+            return _with_evaluation(request, program)
+        except Exception as error:
+            why = "" if isinstance(error, GraphparError) else "the model can't be traced in evaluation mode: "
+            return without_evaluation(program, f"{why}{_first_line(error)}")
     return program
 
 
@@ -139,14 +145,46 @@ NOT_COMPARED = (
 )
 
 
-def _no_eval(request: Request, program: Program) -> str | None:
-    """Trace in evaluation mode, and return how that differs from ``program`` beyond dropout and BatchNorm."""
+def _with_evaluation(request: Request, program: Program) -> Program:
+    """Trace in evaluation mode, too, and add that program where it differs from ``program`` beyond dropout and BatchNorm.
+
+    Raises:
+        GraphparError: a program can't have both.
+    """
+    literals = None if program.symbolic else LiteralSizes(request.batch)
+    evaluating = replace(
+        request, module_mode=INFER, still={}, scalars=[], output_names=[], returned=[], assigned=[], literals=literals
+    )
+    if literals is None:
+        exported, regions = _export(evaluating, program.batch, symbolic=True)
+        other = to_program(evaluating, exported, regions, symbolic=True, size=program.batch)
+    else:
+        other = _trace_static(evaluating, program.batch, None, attempts=literals.attempts())
+    if (reason := always_on(other.graph, but_dropout=True)) is not None:
+        raise GraphparError(reason)
+    if always_on(other.graph) is None and not differs(program.graph, other.graph):
+        return program
+    check_memory(other, request.model)
+    values = Values(request.model, request.recorder, ())
+    again = functools.partial(_trace, evaluating)
+    check_same(tuple(evaluating.assigned), other, again, values.tensor, lambda: evaluating.assigned)
+    program = with_evaluation(program, other)
+    if program.retrace is not None and other.retrace is not None:
+        program.retrace = functools.partial(_retrace_both, program.retrace, other.retrace)
+    return program
+
+
+def _retrace_both(
+    trained: Callable[[int, int | None], Program],
+    evaluated: Callable[[int, int | None], Program],
+    size: int,
+    whole: int | None,
+) -> Program:
+    program = trained(size, whole)
     try:
-        exported, regions = _export(request, program.batch, symbolic=program.symbolic, evaluates=True)
-        other = to_program(request, exported, regions, symbolic=program.symbolic, size=program.batch)
-    except Exception as error:
-        return f"the program can't evaluate: the model can't be traced in evaluation mode: {_first_line(error)}"
-    return difference(program.graph, other.graph)
+        return with_evaluation(program, evaluated(size, whole))
+    except GraphparError as error:
+        return without_evaluation(program, _first_line(error))
 
 
 def _in_right_mode(request: Request) -> Program:
@@ -293,7 +331,8 @@ class _Traced(nn.Module):
                     raise GraphparError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor.")
                 if not loss.is_floating_point():
                     raise GraphparError(f"loss_fn returned a tensor of {loss.dtype}, which has no gradient.")
-                if not loss.requires_grad and any(parameter.requires_grad for parameter in request.model.parameters()):
+                trained = [parameter for parameter in request.model.parameters() if parameter.requires_grad]
+                if trained and not loss.requires_grad and request.module_mode != INFER:
                     raise GraphparError(
                         "The loss has no gradient, though the model has parameters that need one: somewhere on the way it is detached, "
                         "computed under torch.no_grad(), or made of whole numbers. For inference leave loss_fn out or set mode='infer'."
@@ -402,23 +441,23 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _export(request: Request, size: int, *, symbolic: bool, evaluates: bool = False) -> tuple[ExportedProgram, Regions]:
+def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedProgram, Regions]:
     """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
     with unusual_apart(request.model):
         if siblings(request.model):
             repetitions = Repetitions()
             try:
-                exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
+                exported, regions = _exported(request, size, repetitions, symbolic=symbolic)
                 expand(exported, repetitions.examples, repetitions.repetitions)
                 return exported, regions
             except (Exception, NotRepeatedError):
                 if not repetitions.begun:  # each module was traced, so the error is the model's
                     raise
-        return _exported(request, size, None, symbolic=symbolic, evaluates=evaluates)
+        return _exported(request, size, None, symbolic=symbolic)
 
 
 def _exported(
-    request: Request, size: int, repetitions: Repetitions | None, *, symbolic: bool, evaluates: bool
+    request: Request, size: int, repetitions: Repetitions | None, *, symbolic: bool
 ) -> tuple[ExportedProgram, Regions]:
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
@@ -436,7 +475,7 @@ def _exported(
             example.append(torch.zeros(shape, dtype=leaf.dtype))
         rows.append(with_rows(leaf, dim, trace_size))
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
-    literals = None if symbolic or evaluates else request.literals
+    literals = None if symbolic else request.literals
     sizes = contextlib.nullcontext() if literals is None else literals.traced(size)
     values = Values(request.model, request.recorder, rows)
     traced = _Traced(request, repetitions, values, sizes)
@@ -445,7 +484,7 @@ def _exported(
     with (
         warnings.catch_warnings(),
         torch_is_quiet(),
-        _in_mode(request, "infer" if evaluates else request.module_mode),
+        _in_mode(request, request.module_mode),
         computed_in(request.model, request.precision.cast_to),
         custom_backwards_kept(request.training),
         plain_regions(regions),

@@ -1,17 +1,20 @@
 """Whether a model computes in evaluation what it computes in training but for dropout and BatchNorm's statistics.
 
 Emitted code reads ``self.training`` for these two. A model that looks at its mode otherwise is another program in evaluation, which
-two traces show.
+two traces show: ``Program.evaluated``, whose operators are methods ``evaluated`` beside each ``forward``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from graphpar.ir.program import named_arguments, operator_name, where
+from graphpar.errors import GraphparError
+from graphpar.frontend.between_steps import written_buffers
+from graphpar.ir.program import Program, named_arguments, operator_name, where
 
 _MODE = {"batch_norm": "training", "scaled_dot_product_attention": "dropout_p"}
 """Which argument of an operator follows the mode, where the printed code follows it too."""
@@ -27,8 +30,9 @@ def may_differ(model: nn.Module) -> bool:
     )
 
 
-def always_on(evaluated: fx.Graph) -> str | None:
-    """Return what is not off in evaluation, though emitted code turns it off there: dropout, or BatchNorm by the batch's statistics."""
+def always_on(evaluated: fx.Graph, *, but_dropout: bool = False) -> str | None:
+    """Return what is not off in evaluation, though a program for training alone turns it off there: dropout, unless ``but_dropout``, or
+    BatchNorm by the batch's statistics."""
     for node in evaluated.nodes:
         name = operator_name(node) if node.op == "call_function" else ""
         if name in _MODE:
@@ -42,25 +46,43 @@ def always_on(evaluated: fx.Graph) -> str | None:
             what = "dropout"
         else:
             continue
+        if but_dropout and what == "dropout":
+            continue
         return f"it has {what} that is always on{where(node)}; leave it to module.training"
     return None
 
 
-def difference(trained: fx.Graph, evaluated: fx.Graph) -> str | None:
-    """Return the first operator that only one of two graphs has; ``None`` where they differ in dropout and BatchNorm alone."""
-    if (reason := always_on(evaluated)) is not None:
-        return f"the program can't evaluate: {reason}"
-    mine, other = _calls(trained), _calls(evaluated)
-    for i in range(max(len(mine), len(other))):
-        one, two = (calls[i] if i < len(calls) else (None, "nothing") for calls in (mine, other))
-        if one[1] != two[1]:
-            node = one[0] or two[0]
-            assert node is not None
-            return (
-                f"the program can't evaluate: in evaluation mode the model differs from training in more than dropout and BatchNorm, "
-                f"at {operator_name(node)}{where(node)}; compile it with --mode infer for that"
-            )
-    return None
+def differs(trained: fx.Graph, evaluated: fx.Graph) -> bool:
+    """Whether two graphs differ in more than dropout and BatchNorm."""
+    return [call for _, call in _calls(trained)] != [call for _, call in _calls(evaluated)]
+
+
+def with_evaluation(program: Program, evaluated: Program) -> Program:
+    """Add the program of evaluation mode, whose constants get names of their own.
+
+    Raises:
+        GraphparError: it computes no loss, keeps something, or asks for values that training does not ask for.
+    """
+    if evaluated.mode != program.mode:
+        raise GraphparError("in evaluation mode the model returns no loss")
+    if written := [name for name in written_buffers(evaluated) if name not in evaluated.branches]:
+        raise GraphparError(f"in evaluation mode the model writes the buffer {written[0]!r}")
+    if dict(evaluated.branches) != dict(program.branches):
+        other = next(iter({**evaluated.branches, **program.branches}.values()))
+        raise GraphparError(f"only one mode has the branch on values {other}")
+    names: dict[str, str] = {}
+    for name, value in evaluated.constants.items():
+        mine = program.constants.get(name)
+        same = mine is None or (mine.dtype == value.dtype and torch.equal(mine, value))
+        prefix, dot, last = name.rpartition(".")
+        names[name] = name if same or name in program.buffers else f"{prefix}{dot}evaluated_{last}"
+    for node in evaluated.graph.nodes:
+        if node.op == "get_attr":
+            node.target = names.get(str(node.target), node.target)
+    constants = {names[name]: value for name, value in evaluated.constants.items()} | program.constants
+    return replace(
+        program, constants=constants, evaluated=replace(evaluated, constants=constants, buffers=program.buffers)
+    )
 
 
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node | None, str]]:

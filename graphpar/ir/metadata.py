@@ -5,6 +5,7 @@ of a Program      block, stage_begins, batch_factor, batch_numbers, twin
 while sharding    pin_point, bias_of, types, origin, transition, name
 of a stage        boundary
 of training       model_output
+of evaluation     evaluated
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class NodeMeta(TypedDict, total=False):
     """For a stage's placeholder: it is received. A node is that of the stage before."""
     model_output: tuple[ModelOutput, ...]
     """From ``share_loss`` on, of a program for training: as what the model returns it."""
+    evaluated: bool
+    """Of what a model computes in evaluation alone: an operator is as it is there, and a block is called by its method for it."""
     real: Tensor
     """While a rule is proven: the tensor that the operator is run on."""
     nn_module_stack: Any

@@ -262,7 +262,10 @@ class Program:
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     branches: Mapping[str, Branch] = field(default_factory=dict)  # on values, by the buffer that holds their flag
-    no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
+    evaluated: Program | None = (
+        None  # the same model in evaluation mode, where that differs beyond dropout and BatchNorm
+    )
+    no_eval: str | None = None  # why neither graph can say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
     returned: tuple[str, ...] = ()  # of a program for training: the names of what its model returns besides the loss
     pretrained: Mapping[str, Any] = field(
@@ -389,6 +392,11 @@ class Program:
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def without_evaluation(program: Program, reason: str) -> Program:
+    """Return ``program`` without what it computes in evaluation, and why."""
+    return replace(program, evaluated=None, no_eval=f"the program can't evaluate: {reason.rstrip('.')}")
 
 
 NOT_SYMBOLIC = "The batch size is fixed in the program (no symbolic trace: "

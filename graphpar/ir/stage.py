@@ -30,3 +30,4 @@ class Stage:
     modules: tuple[str, ...]
     recomputed: tuple[str, ...]  # values that other stages compute too
     units: tuple[tuple[str, ...], ...] | None = None  # paths of modules that are gathered together; None: each block
+    evaluated: Stage | None = None  # what it is in evaluation, where the model is another program then

@@ -14,8 +14,9 @@ from graphpar.operators.table import record_of
 
 
 def read_dtypes(program: Program) -> dict[str, set[torch.dtype]]:
-    """Return the dtypes in which each parameter is read, by every name under which it is: where it is cast, what it is cast to."""
-    found: dict[str, set[torch.dtype]] = {}
+    """Return the dtypes in which each parameter is read, in training or evaluation, by every name under which it is: where it is cast, what
+    it is cast to."""
+    found = {} if program.evaluated is None else read_dtypes(program.evaluated)
     for scope in ("", *program.blocks):
         graph = program.blocks[scope].graph if scope else program.graph
         names = program.prefixes(scope)

@@ -337,6 +337,11 @@ def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
     return call("F.batch_norm", arguments, options)
 
 
+def in_training(node: fx.Node) -> str:
+    """Return the argument ``training`` of an operator that has one: what is on in evaluation alone is always on."""
+    return "True" if node.meta.get("evaluated") else "self.training"
+
+
 def stream_function(function: str) -> Spelling:
     """A dropout of ``random_streams.py``, which draws an example's numbers from its key."""
 
@@ -347,10 +352,10 @@ def stream_function(function: str) -> Spelling:
         options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "sharded")}
         if function != "dropout_attention":
             if len(arguments) > 4:
-                arguments, options["training"] = arguments[:4], "self.training"
+                arguments, options["training"] = arguments[:4], in_training(node)
             if arguments[3:] == ["0"]:
                 del arguments[3]
-        options["training"] = "self.training"
+        options["training"] = in_training(node)
         if "sharded" in node.kwargs:
             options["sharded"] = _sharded_dims(node.kwargs["sharded"])
         return call(function, arguments, options)

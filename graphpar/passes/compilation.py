@@ -14,9 +14,10 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.kept_results import Recomputations
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.program import Program
+from graphpar.ir.program import Program, without_evaluation
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
+from graphpar.passes.evaluation import with_evaluated_stages
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planned import Planned, sharded_as
@@ -77,7 +78,7 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     kinds = recomputed_blocks(program, plan.recompute)
     seconds: dict[str, float] = {}
     started = perf_counter()
-    local, stages = sharded.local, split(sharded.local, positions_of(sharded.local, plan.split_points))
+    local, stages = trained = sharded.local, split(sharded.local, positions_of(sharded.local, plan.split_points))
     seconds["split"] = perf_counter() - started
     _show(seen, SPLIT, local, stages)
     for step in STAGE_PASSES:
@@ -87,6 +88,11 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
         seconds[step.name] = perf_counter() - started
         _show(seen, step, local, stages)
     emitted, (local, stages) = (local, stages), apart
+    if program.evaluated is not None:
+        try:
+            emitted = with_evaluated_stages(program.evaluated, plan, trained, emitted)
+        except GraphparError as error:
+            emitted = without_evaluation(emitted[0], str(error)), emitted[1]
     sharded = replace(sharded, local=local)
     overlapped = overlapped_in(local, stages) if plan.overlap_tp else None
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)

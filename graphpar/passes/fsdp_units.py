@@ -72,7 +72,40 @@ def _of_stages(
         found.append(modules.usual() if wanted is None else modules.of(wanted))
     if wanted is not None:
         _check_found(wanted, [group for groups, _ in found for group in groups], set[str]().union(*read))
+    if (
+        program.evaluated is not None
+    ):  # which may enter one module of a unit alone, so that FSDP2 would wait for the others
+        found = [([(path,) for group in groups for path in group], regions) for groups, regions in found]
     return found
+
+
+def with_units_of(
+    program: Program, stages: Sequence[Stage], before: Sequence[Stage], after: Sequence[Stage]
+) -> tuple[Program, list[Stage]]:
+    """Return what the same model is in evaluation with calls of the modules that :func:`with_own_units` made classes of in the stages
+    ``before``.
+
+    Raises:
+        GraphparError: one is used there otherwise than by one call.
+    """
+    found = []
+    for stage, old, new in zip(stages, before, after):
+        calls = {str(node.target): str(node.meta["block"]) for node in new.graph.nodes if node.op == "call_module"}
+        known = {str(node.target) for node in old.graph.nodes if node.op == "call_module"}
+        modules = _Modules(program, stage, ())
+        regions = [region for region in modules.regions if region.path in calls.keys() - known]
+        for region in regions:
+            if not modules.able(region, (region.path,)):
+                raise GraphparError(
+                    f"in evaluation mode {region.path}, whose state is sharded, is used otherwise than by one call"
+                )
+            region.digest = region.path
+        if regions:
+            called = rebuilt(program.with_graph(stage.graph), regions, calls)
+            program = replace(program, blocks={**program.blocks, **called.blocks})
+            stage = replace(stage, graph=called.graph)
+        found.append(stage)
+    return program, found
 
 
 # ---- units by pattern ------------------------------------------------------------------------------------------

@@ -231,6 +231,30 @@ class _Placement:
         return isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable
 
 
+class _Given(_Placement):
+    """Places what reads parameters where stages hold these, and everything else as soon as its operands are there."""
+
+    def __init__(self, program: Program, held: Sequence[Collection[str]]) -> None:
+        self.held = held
+        super().__init__(program, [len(program.graph.nodes)] * (len(held) - 1))
+
+    def _place(self, node: fx.Node, placed: Mapping[fx.Node, fx.Node]) -> None:
+        super()._place(node, {})
+        read = [each for each in node.all_input_nodes if each.op == "get_attr"]
+        names = {str(each.target) for each in (*read, node) if each.op != "call_function"}
+        names = {name for name in names if any(name in own for own in self.held)}
+        if names and node not in self.free and operator_name(node) != "getitem":
+            stages = [stage for stage, own in enumerate(self.held) if names <= set(own)]
+            later = [stage for stage in stages if stage >= self.stage[node]]
+            if not later:
+                holders = f"stage {stages[-1]} holds" if stages else "no stage holds all of"
+                raise GraphparError(
+                    f"in evaluation mode {' and '.join(sorted(names))} is applied to what stage {self.stage[node]} computes, but {holders} "
+                    f"it{where(node)}; split elsewhere"
+                )
+            self.stage[node] = later[0]
+
+
 def stages_of(program: Program, positions: Sequence[int]) -> dict[fx.Node, int]:
     """Return the stage of each operator of the root graph where stages begin at ``positions``."""
     return _Placement(program, positions).stage
@@ -242,7 +266,20 @@ def split(program: Program, positions: Sequence[int]) -> list[Stage]:
     Raises:
         GraphparError: something other than a tensor would cross a boundary, or a written buffer would be on two stages.
     """
-    placement = _Placement(program, positions)
+    return _split(_Placement(program, positions))
+
+
+def split_as(program: Program, held: Sequence[Collection[str]]) -> list[Stage]:
+    """Split a program into stages each of which has, of parameters and blocks, those ``held`` of another split of the same model.
+
+    Raises:
+        GraphparError: a stage needs what only a later one can compute.
+    """
+    return _split(_Given(program, held))
+
+
+def _split(placement: _Placement) -> list[Stage]:
+    program = placement.program
     needed = [_needed_on(placement, stage) for stage in range(placement.count)]
     crossing = _crossing(placement, needed)
     _check_buffers(placement, needed)

@@ -12,13 +12,13 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.program import Helper, Program, operator_name, value_of
+from graphpar.ir.program import Helper, Program, operator_name, value_of, without_evaluation
 from graphpar.passes.normalize.functional import functionalize, is_inplace
 from graphpar.passes.normalize.helpers import share_helpers
 from graphpar.passes.normalize.idioms import use_idioms
@@ -36,10 +36,14 @@ from graphpar.passes.step import Step
 
 @dataclass(frozen=True)
 class Pass(Step):
-    """A step from Program to Program; ``check`` runs after it each time, and verifies what it provides."""
+    """A step from Program to Program; ``check`` runs after it each time, and verifies what it provides.
+
+    ``both_modes``: it changes what the model is in evaluation with the program; without it it also runs on that alone.
+    """
 
     run: Callable[[Program], Program] = field(kw_only=True)
     check: Callable[[Program], bool] = field(kw_only=True)
+    both_modes: bool = False
 
 
 class PassList(tuple[Pass, ...]):
@@ -282,7 +286,7 @@ PASSES = PassList(
             "outline", "graphpar.passes.normalize.outline", ("share_loss",),
             "repeated modules are blocks",
             "every call names a block, and each instance one class", optional=True,
-            run=outline, check=_instances_named,
+            run=outline, check=_instances_named, both_modes=True,
         ),
         Pass(
             "share_helpers", "graphpar.passes.normalize.helpers", ("share_loss",),
@@ -347,18 +351,27 @@ def run_passes(
         if row.name in skip:
             continue
         started = time.perf_counter()
-        if row in PASSES:
-            with row.named():
-                program = row.run(program)
-                program.graph.lint()
-            assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
-        else:
-            program = _run_own(row, program, done)
+        program = _run_pass(row, program, done)
+        if (evaluated := program.evaluated) is not None and not row.both_modes:
+            try:
+                program = replace(program, evaluated=_run_pass(row, evaluated, done))
+            except GraphparError as error:
+                program = without_evaluation(program, str(error))
         results.append(PassResult(row.name, time.perf_counter() - started))
         done.append(row)
         if after is not None:
             after(row, program)
     return program, results
+
+
+def _run_pass(row: Pass, program: Program, done: Sequence[Pass]) -> Program:
+    if row not in PASSES:
+        return _run_own(row, program, done)
+    with row.named():
+        program = row.run(program)
+        program.graph.lint()
+    assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
+    return program
 
 
 def check_skipped(passes: PassList, skip: Collection[str]) -> None:

@@ -8,6 +8,7 @@ batch. A stage's ``rank`` is its coordinate on the pp axis.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -104,6 +105,16 @@ class ModelOutputInterface:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluatedInterface:
+    """What a stage takes and sends in evaluation, where it has a method ``evaluated``."""
+
+    inputs: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    receives: tuple[TensorInterface, ...] = ()
+    sends: tuple[TensorInterface, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageInterface:
     """One stage: its class, the pp coordinate of the ranks that hold it, and its inputs and outputs by name."""
 
@@ -118,6 +129,17 @@ class StageInterface:
     sends: tuple[TensorInterface, ...] = ()
     recomputes: bool = False
     """Whether blocks of it run their forward again in the backward."""
+    evaluated: EvaluatedInterface | None = None
+    """What it takes and sends in evaluation, where the model is another program then."""
+
+    @property
+    def in_evaluation(self) -> StageInterface:
+        """The stage as it is in evaluation."""
+        if self.evaluated is None:
+            return self
+        return replace(
+            self, evaluated=None, **{each.name: getattr(self.evaluated, each.name) for each in fields(self.evaluated)}
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +160,8 @@ class Interface:
     outputs: tuple[OutputInterface, ...]
     model_outputs: tuple[ModelOutputInterface, ...] = ()
     """Of a program for training: what the model returns besides the loss, as far as the loss is computed from it."""
+    evaluated_outputs: tuple[ModelOutputInterface, ...] = ()
+    """The same in evaluation, where the model is another program then."""
     steady: tuple[str, ...] = ()
     """Buffers that every microbatch writes alike, so that a step writes them once."""
     branches: Mapping[str, str] = kept(make=dict)
@@ -158,6 +182,8 @@ class Interface:
     streams: tuple[tuple[int, ...], ...] = ()
     """Of each random operator, in execution order, the dim that has the batch (-1: none has), and how many rows are before and behind
     each example in it; of what is no dropout also the bits of precision of the floats that it draws, 0 of whole numbers."""
+    evaluated_streams: tuple[tuple[int, ...], ...] = ()
+    """The same of evaluation, where the model is another program then."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """What the model was given besides tensors, by name: numbers, strings, None."""
     no_eval: str | None = None
@@ -243,6 +269,11 @@ class Manifest(Decisions, Interface):
     def replicas(self) -> int:
         """How many replicas of the pipeline there are, each with its own rows of the batch."""
         return math.prod(self.mesh.get(axis, 1) for axis in REPLICAS)
+
+    @property
+    def evaluates_apart(self) -> bool:
+        """Whether the stages have methods of their own for evaluation."""
+        return any(stage.evaluated is not None for stage in self.stages)
 
     @property
     def rows(self) -> int:
@@ -342,7 +373,8 @@ def under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> 
 def _check(plan: Manifest, where: str) -> None:
     """What must hold between the fields of a plan; a violation is a broken or edited ``plan.json``."""
     known = {spec.name for spec in plan.inputs}
-    used = {name for stage in plan.stages for name in stage.inputs} | set(plan.count_inputs)
+    evaluated = [stage.in_evaluation for stage in plan.stages]
+    used = {name for stage in (*plan.stages, *evaluated) for name in stage.inputs} | set(plan.count_inputs)
     broken: list[str] = []
     if plan.mode not in MODES:
         broken.append(f"mode {plan.mode!r} is none of {', '.join(MODES)}")
@@ -391,7 +423,7 @@ def _check(plan: Manifest, where: str) -> None:
                 f"input {spec.name!r} has size {spec.shape[spec.batch_dim]} along dim {spec.batch_dim}, "
                 f"which {pieces} microbatches do not divide"
             )
-    for before, after in zip(plan.stages, plan.stages[1:]):
+    for before, after in (*zip(plan.stages, plan.stages[1:]), *itertools.pairwise(evaluated)):
         if before.sends != after.receives:
             broken.append(f"stage {after.index} does not receive what stage {before.index} sends")
     for name, value in (("microbatches", plan.microbatches), ("microbatch_size", plan.microbatch_size)):

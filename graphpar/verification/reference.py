@@ -141,6 +141,7 @@ class _Setting:
         None  # of the model and a batch by name, in place of the model's own call and loss
     )
     evaluates: bool = False  # whether the program can
+    evaluated_layouts: Sequence[Sequence[int]] | None = None  # of evaluation, where the model is another program then
     decided: list[list[bool]] | None = (
         None  # where the program has one branch of each: what the conditions were in the first step
     )
@@ -178,9 +179,9 @@ class _Setting:
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
         exact = self.plan.dropout != KERNEL
-        substituted = Substituted(
-            keys, self.layouts, pieces, self.plan.mesh.replicas, exact, step_key(SEED, step), evaluates
-        )
+        apart = self.evaluated_layouts if evaluates else None
+        layouts, skips = (self.layouts, evaluates) if apart is None else (apart, False)
+        substituted = Substituted(keys, layouts, pieces, self.plan.mesh.replicas, exact, step_key(SEED, step), skips)
         with wide, own_regions(substituted), substituted:
             yield substituted
         if self.decided is not None:
@@ -201,6 +202,7 @@ def run_reference(
     forward: Callable[..., Any] | None = None,
     stepping: Stepping | None = None,
     evaluates: bool = False,
+    evaluated_layouts: Sequence[Sequence[int]] | None = None,
     branches: bool = False,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
@@ -213,6 +215,7 @@ def run_reference(
             its loss function.
         stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
         evaluates: compute a loss in evaluation, too.
+        evaluated_layouts: ``layouts`` of evaluation, where the program has other operators then.
         branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
@@ -228,6 +231,7 @@ def run_reference(
         stepping=stepping,
         forward=forward,
         evaluates=evaluates,
+        evaluated_layouts=evaluated_layouts,
         decided=[] if branches else None,
     )
     for variation in VARIATIONS:

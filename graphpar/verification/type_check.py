@@ -140,9 +140,10 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_composites(module, axes, collectives)
             if hasattr(module, "in_chunks"):  # a sum over chunks has the type of the whole
                 setattr(module, "in_chunks", lambda function, rows, whole, tokens: function(*rows, *whole))  # noqa: B010
-        received: list[Kinds] = []
-        for stage in program.stages:
-            received = _Stage(program, package, stage, axes, result).check(received)
+        for method in ("forward", "evaluated") if program.evaluates_apart else ("forward",):
+            received: list[Kinds] = []
+            for stage in program.stages:
+                received = _Stage(program, package, stage, axes, result, method).check(received)
         if program.mode == "train":
             result.problems += check_recomputed(program, package)
     return result
@@ -313,10 +314,16 @@ def _function_name(func: Any) -> str:
 
 
 class _Stage:
-    """Checks one stage: its parameters and inputs typed by the plan, run forward and backward."""
+    """Checks one stage: its parameters and inputs typed by the plan, run forward and backward.
 
-    def __init__(self, program: Manifest, package: str, stage: StageInterface, axes: Axes, result: CheckResult) -> None:
-        self.program, self.package, self.stage, self.axes, self.result = program, package, stage, axes, result
+    ``method``: its forward, or what it is in evaluation where that is another.
+    """
+
+    def __init__(
+        self, program: Manifest, package: str, stage: StageInterface, axes: Axes, result: CheckResult, method: str
+    ) -> None:
+        self.program, self.package, self.axes, self.result, self.method = program, package, axes, result, method
+        self.stage = stage if method == "forward" else stage.in_evaluation
 
     def check(self, received: Sequence[Kinds]) -> list[Kinds]:
         """Check the stage on values of the ``received`` types, and return the types of what it sends.
@@ -343,7 +350,8 @@ class _Stage:
 
     def _run(self, device: torch.device, received: Sequence[Kinds]) -> tuple[Tensor, ...]:
         train = self.program.mode == "train"
-        module = build_stage(self.package, self.stage, device, train)
+        module = build_stage(self.package, self.stage, device, train and self.method == "forward")
+        run = module if self.method == "forward" else getattr(module, self.method)
         mesh = {axis: spmd.MeshAxis.of(group) for axis, group in self.axes.items()}
         with spmd.set_current_mesh(mesh), typecheck(strict_mode="strict", local=True):
             self._type_parameters(module)
@@ -353,7 +361,7 @@ class _Stage:
                 name: give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
             }
             with _Operators(self.axes, self.program.placed, self.result) as operators, torch.set_grad_enabled(train):
-                returned = module(*values, **inputs, **counts)
+                returned = run(*values, **inputs, **counts)
             self._check_copies(module, operators.read)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             if not self.stage.sends:
@@ -368,8 +376,8 @@ class _Stage:
         """Check that no parameter is gathered, stored or cast for a step in fewer bits than those in which it is read."""
         for name, parameter in module.named_parameters():
             sharded = name in self.program.fully_sharded
-            kept = self.program.working.get(name)
-            copied = kept or (self.program.gather_dtype if sharded else self.program.casts.get(name))
+            kept, cast = self.program.working.get(name), self.program.casts if self.method == "forward" else {}
+            copied = kept or (self.program.gather_dtype if sharded else cast.get(name))  # casts are those of a step
             if copied is None:
                 continue
             lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, copied) != copied]

@@ -164,6 +164,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         counted=manifest.count_inputs,
         layouts=manifest.streams,
         evaluates=_evaluates(manifest),
+        evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
         branches=bool(manifest.branches),
     )
 
@@ -218,6 +219,7 @@ def _subject(
             forward=forward,
             stepping=stepping,
             evaluates=_evaluates(manifest),
+            evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
             branches=bool(manifest.branches),
         )
     return _Subject(folder, plan, shared[*key, text])
@@ -232,7 +234,7 @@ def _own_optimizer(manifest: Manifest) -> Stepping:
 def _inputs_of(program: Parts | str | Path, manifest: Manifest) -> tuple[Input, ...]:
     """Return the inputs of a batch, of a program for generation whole sequences."""
     if isinstance(program, Parts) and manifest.mode != GENERATE:
-        return program.program.inputs
+        return program.compilation.emitted[0].inputs
     return tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
 
 

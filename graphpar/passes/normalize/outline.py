@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,9 +57,44 @@ class Region:
 
 
 def outline(program: Program) -> Program:
-    """Turn repeated modules into ``call_module`` nodes, one block for each distinct definition."""
-    chosen = _choose(program, regions_of(program))
-    return rebuilt(program, chosen, block_names(chosen)) if chosen else program
+    """Turn repeated modules into ``call_module`` nodes, one block for each distinct definition.
+
+    Where the model is another program in evaluation, its instances of a block are isomorphic in both.
+    """
+    evaluated = {} if program.evaluated is None else _evaluated(program.evaluated)
+    chosen = _choose(program, regions_of(program), evaluated)
+    if not chosen:
+        return program
+    names = block_names(chosen)
+    if program.evaluated is not None:
+        program = replace(program, evaluated=outlined_as(program.evaluated, chosen, names, evaluated))
+    return rebuilt(program, chosen, names)
+
+
+def outlined_as(
+    program: Program, chosen: Iterable[Region], names: dict[str, str], regions: Mapping[str, Sequence[Region]]
+) -> Program:
+    """Return what the same model is in evaluation, with calls of the modules that are ``chosen`` in training.
+
+    Args:
+        regions: its own calls of modules, by path.
+    """
+    classes = {region.path: region.digest for region in chosen}
+    own = [replace(region, digest=classes[path]) for path in classes for region in regions.get(path, ())]
+    return rebuilt(program, own, names)
+
+
+def _evaluated(program: Program) -> dict[str, list[Region]]:
+    """Return the calls of each module; those that can't be outlined, or are not alike, without a digest."""
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    found: dict[str, list[Region]] = {}
+    for region in regions_of(program):
+        prepare(program, region, order)
+        found.setdefault(region.path, []).append(region)
+    for regions in found.values():
+        if len({region.digest for region in regions}) > 1:
+            regions[0].digest = ""
+    return found
 
 
 # ---- finding what repeats --------------------------------------------------------------------------------------
@@ -81,7 +116,7 @@ def regions_of(program: Program) -> list[Region]:
     return [region for region in regions.values() if region.path]
 
 
-def _choose(program: Program, regions: list[Region]) -> list[Region]:
+def _choose(program: Program, regions: list[Region], evaluated: Mapping[str, Sequence[Region]]) -> list[Region]:
     """Return all instances of the outermost repeated classes; no instance is inside another."""
     total = max(1, program.parameter_count())
     by_class: dict[str, list[Region]] = {}
@@ -104,6 +139,9 @@ def _choose(program: Program, regions: list[Region]) -> list[Region]:
         if len(free) < 2 or not _substantial(program, free, total):
             continue
         free = _alike([region for region in free if prepare(program, region, order)])
+        free = [region for region in free if all(own.digest for own in evaluated.get(region.path, ()))]
+        for region in free:
+            region.digest += "".join(own.digest for own in evaluated.get(region.path, ())[:1])
         free = _undivided(program, free, regions)
         digests = [region.digest for region in free]
         if len(set(digests)) == len(digests):

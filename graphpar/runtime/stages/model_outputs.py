@@ -42,7 +42,9 @@ class ModelOutputs:
     def __init__(self, own: OwnStages, outputs: bool | Collection[str], metrics: Mapping[str, Metric]) -> None:
         self._own, self._program, self._groups = own, own.program, own.groups
         self._metrics, self._sums = metrics, {name: list[tuple[Tensor, Tensor | None]]() for name in metrics}
-        has = {spec.name: spec for spec in own.program.model_outputs} if own.program.mode == "train" else {}
+        program = own.program
+        given = program.evaluated_outputs if program.evaluates_apart else program.model_outputs
+        has = {spec.name: spec for spec in given} if program.mode == "train" else {}
         _check(own.program, list(has), outputs, metrics)
         names = list(has) if outputs is True else outputs or ()
         self._returned = [spec for name, spec in has.items() if name in names]

@@ -236,12 +236,17 @@ class StageAdapter(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.interface = interface
+        self._interfaces = interface, interface.in_evaluation
         self.share = share
         self.positions: int | None = None
-        self.names = interface.inputs + interface.counts
         self.steady = [name for name, _ in stage.named_buffers() if name in steady]
         self._begun: dict[str, Tensor] = {}
+
+    @property
+    def interface(self) -> StageInterface:
+        """What the stage takes and sends in the mode that it is in."""
+        training, evaluating = self._interfaces
+        return training if self.stage.training else evaluating
 
     def begin(self) -> None:
         """Begin a step."""
@@ -260,7 +265,10 @@ class StageAdapter(nn.Module):
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
         self._rewind()
-        outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
+        interface = self.interface
+        apart = self._interfaces[0].evaluated is not None and not self.stage.training
+        run: Any = self.stage.evaluated if apart else self.stage
+        outputs = run(*received, **{name: inputs[KEYWORD + name] for name in interface.inputs + interface.counts})
         if not self.interface.sends:
             delay("after_loss")
             outputs = outputs if self.share is None else outputs * self.share

@@ -114,6 +114,6 @@ class OwnStages:
     def feed(self, seed: int) -> Feed:
         """Return what gives them the inputs that they take of a batch."""
         names = keyword_names(self.program, [interface.index for interface in self.interfaces])
-        counts = any(interface.counts for interface in self.interfaces)
+        counts = any(each.counts for stage in self.interfaces for each in (stage, stage.in_evaluation))
         count = self._function(self.program.stages[-1], "global_counts") if counts else None
         return Feed(self.program, self.groups, self._device, seed, names, count)

@@ -231,7 +231,8 @@ def _chunk_specs(program: Manifest, stages: list[PipelineStage]) -> dict[str, An
 
 def keyword_names(program: Manifest, stage_indices: list[int]) -> list[str]:
     """List the inputs and counts that any of these stages names, each once, in the order of the program."""
-    used = {name for i in stage_indices for name in program.stages[i].inputs + program.stages[i].counts}
+    stages = [each for i in stage_indices for each in (program.stages[i], program.stages[i].in_evaluation)]
+    used = {name for stage in stages for name in stage.inputs + stage.counts}
     return [spec.name for spec in program.inputs if spec.name in used] + [
         name for name in program.count_names if name in used
     ]

@@ -16,12 +16,12 @@ the whole of such a DTensor; this module is where local tensors are taken out an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
@@ -76,6 +76,8 @@ def fully_shard_stage(
             state = module._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
+        elif hasattr(module, "evaluated"):
+            register_fsdp_forward_method(cast(nn.Module, module), "evaluated")
     if order is not None and program.prefetch == "post":
         _gather_after_backwards(order, program.prefetch_distance)
 
@@ -96,8 +98,13 @@ def gather(stage: nn.Module) -> None:
 
 
 def free(stage: nn.Module) -> None:
-    """Free what is gathered of ``stage``, which keeps its gradients that are not reduced yet."""
+    """Free what is gathered of ``stage``, which keeps its gradients that are not reduced yet.
+
+    A unit that was gathered ahead and did not run would keep what arrives, and compute with it after the optimizer's step.
+    """
     for module in _units(stage):
+        for group in groups_of(module):
+            group.wait_for_unshard()
         module.reshard()
 
 
