@@ -43,7 +43,7 @@ from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
-from graphpar.runtime.option_kinds import GENERATE, INFER
+from graphpar.runtime.option_kinds import GENERATE, INFER, RANGE
 from graphpar.runtime.options import Request, options_of
 from graphpar.text import as_page, as_text
 
@@ -68,6 +68,7 @@ def export(
     dtype: str | None = None,
     pure: bool | None = None,
     param_dtype: str | None = None,
+    seq: str | tuple[int, int] | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
@@ -90,6 +91,8 @@ def export(
             computes in the dtypes that it was built in. "auto" is bf16 where the model trains, is built in fp32 and can be traced so.
         pure: parameters are stored and stepped in ``dtype``.
         param_dtype: the dtype in which parameters are stored and updated.
+        seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
+            the example that is as long as its sequence varies. By default a program takes the example's length alone.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
         skip: names of optional passes to leave out.
         after_pass: called with each step, ``capture`` first, and the program after it.
@@ -103,7 +106,10 @@ def export(
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
     precision = Precision.of(dtype, pure, param_dtype)
-    source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates)
+    ends = None if seq is None else RANGE.check("seq", seq)
+    source = ModelSource(
+        model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, ends
+    )
     return export_source(source, batch_dims, row_list, skip, after_pass)
 
 
@@ -138,6 +144,8 @@ def _exported(
     trace: Capture,
 ) -> Program:
     raw = trace(source, batch_dims)
+    if raw.lengths is not None and raw.source is not None:
+        raw.source = raw.source.at_length(raw.lengths, raw.lengths.most)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
@@ -150,10 +158,22 @@ def _exported(
         def at_size(size: int, whole: int | None) -> Program:
             again = run_passes(retrace(size, whole), row_list, skip=skip)[0]
             again.source, again.retrace = raw.source, at_size
+            again.lengths, again.at_length = raw.lengths, at_length
             return _retraced_with(again)
 
         program.retrace = at_size
         _retraced_with(program)
+    if raw.lengths is None:
+        return program
+    lengths, longest = raw.lengths, raw.source
+    assert longest is not None
+
+    @functools.cache
+    def at_length(length: int, blocks: bool = True) -> Program:
+        flat = () if blocks else ("outline", "share_helpers")
+        return _exported(longest.at_length(lengths, length), batch_dims, row_list, (*skip, *flat), None, capture)
+
+    program.at_length = at_length
     return program
 
 

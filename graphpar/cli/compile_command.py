@@ -42,7 +42,7 @@ from graphpar.passes.rank_passes import Seen
 from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.option_kinds import GENERATE, RANGE
 from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.text import bytes_text
 
@@ -194,14 +194,17 @@ def _export(
         nodes = len(program.graph.nodes)
         _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
 
-    precision, mode, evaluates = _traced_as(options, given)
-    return export_file(file, mode, precision, _names(options.skip or ""), ended, evaluates, cache)
+    precision, mode, evaluates, seq = _traced_as(options, given)
+    return export_file(file, mode, precision, _names(options.skip or ""), ended, evaluates, cache, seq)
 
 
-def _traced_as(options: argparse.Namespace, given: Plan | None) -> tuple[Precision, str | None, bool]:
-    """The dtypes and the mode that the model is traced with, and whether it is traced in evaluation, too."""
+def _traced_as(
+    options: argparse.Namespace, given: Plan | None
+) -> tuple[Precision, str | None, bool, tuple[int, int] | None]:
+    """The dtypes and the mode that the model is traced with, whether it is traced in evaluation, too, and the range of lengths."""
     precision = given.precision if given else _precision(options)
-    return precision, options.mode or (given.mode if given else None), bool(options.eval)
+    seq = given.seq if given else None if options.seq is None else RANGE.check("seq", options.seq)
+    return precision, options.mode or (given.mode if given else None), bool(options.eval), seq
 
 
 def _precision(options: argparse.Namespace) -> Precision:

@@ -41,8 +41,9 @@ def run(options: argparse.Namespace) -> Result:
     check_alone(given)
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
-        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), given.precision, given.mode)
-        program = export_file(cache.file, given.mode, given.precision, cache=cache)
+        folder = None if options.no_cache else cache_folder()
+        cache = CaptureCache(options.model, folder, given.precision, given.mode, seq=given.seq)
+        program = export_file(cache.file, given.mode, given.precision, cache=cache, seq=given.seq)
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)
@@ -115,6 +116,8 @@ def _in_sequence(
     Raises:
         GraphparError: the example has no sequence that can be shortened, or the model changes with it.
     """
+    if program.lengths is not None:
+        raise GraphparError("the program is for a range of lengths.")
     length = _length(file, program)
     samples: dict[int, Sequence[Formulas]] = {}
     for part in PARTS:

@@ -34,6 +34,7 @@ def export_file(
     after_pass: Callable[[Step, Program], None] | None = None,
     evaluates: bool = False,
     cache: CaptureCache | None = None,
+    seq: tuple[int, int] | None = None,
 ) -> Program:
     """Trace the model with its example inputs, loss and passes; the rest is as :func:`graphpar.export` takes it.
 
@@ -46,7 +47,7 @@ def export_file(
     passes = PASSES if file.passes is None else PassList.of(file.passes)
     check_skipped(passes, skip)
     source = ModelSource(
-        file.model, file.args, file.kwargs, file.loss_fn, file.targets, precision or Precision(), mode, evaluates
+        file.model, file.args, file.kwargs, file.loss_fn, file.targets, precision or Precision(), mode, evaluates, seq
     )
 
     def traced(source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:

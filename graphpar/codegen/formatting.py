@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 from torch import Tensor, fx
 
+from graphpar.ir.lengths import SIZES
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.runtime.layout import ExpertRows, R
 from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
@@ -40,10 +41,11 @@ def describe_shape(node: fx.Node) -> str:
     parts = []
     if any(isinstance(kind, ExpertRows) for kind in node.meta.get("types", {}).values()):
         parts.append("own")
-    for size, coefficient in list(zip(value.shape, batch_coefficients(node)))[len(parts) :]:
-        parts.append(
-            str(int(size)) if coefficient is None else letter if coefficient == 1 else f"{coefficient} {letter}"
-        )
+    coefficients = batch_coefficients(node)
+    of_length = node.meta.get(SIZES) or [None] * len(coefficients)
+    for size, coefficient, follows in list(zip(value.shape, coefficients, of_length))[len(parts) :]:
+        times = str(follows) if follows else "" if coefficient == 1 else str(coefficient or int(size))
+        parts.append(times if coefficient is None else f"{times} {letter}".strip())
     return f"[{', '.join(parts)}]" if parts else "scalar"
 
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from torch import fx
 
 from graphpar.emitted.model_outputs import keep_output
+from graphpar.ir.lengths import per_position
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import ModelOutput, value_of
+from graphpar.ir.program import ModelOutput, Program, value_of
 from graphpar.ir.stage import Stage
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard
@@ -45,10 +46,10 @@ def _keeping(source: fx.Graph, of_blocks: bool) -> fx.Graph:
 
 
 def model_output_interfaces(
-    stages: Sequence[Stage], plan: Plan, *, of_blocks: bool = False
+    program: Program, stages: Sequence[Stage], plan: Plan, *, of_blocks: bool = False
 ) -> tuple[ModelOutputInterface, ...]:
     """Describe them for the runtime: those whose parts it can join."""
-    found = []
+    found, multiple = [], 1 if program.lengths is None else program.lengths.multiple
     for output, node, index in _marked(stages):
         types = dict(node.meta.get("types", {}))
         rows = P if output.adds else R if output.batch_dim is None else Shard(output.batch_dim)
@@ -64,6 +65,7 @@ def model_output_interfaces(
                     batch_dim=output.batch_dim,
                     adds=output.adds,
                     types={axis: kind for axis, kind in types.items() if axis not in REPLICAS},
+                    per_position=per_position(output.of_length, output.coefficients, plan.microbatch_size, multiple),
                 )
             )
     return tuple(found)

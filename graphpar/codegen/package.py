@@ -42,6 +42,7 @@ from graphpar.codegen.units import (
     units_of,
 )
 from graphpar.errors import GraphparError
+from graphpar.ir.lengths import SIZES, per_position
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import (
@@ -384,10 +385,21 @@ def interface(
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     trains = program.mode == "train"
+    fills = {} if program.lengths is None else program.lengths.fills
     other_names = {name for group in program.ties for name in group[1:]}
     evaluated = [stage.evaluated for stage in stages if stage.evaluated is not None]
     described = Interface(
-        inputs=tuple(_input(entry, plan, tables.get(entry.name), labels.get(entry.name)) for entry in program.inputs),
+        inputs=tuple(
+            _input(
+                entry,
+                plan,
+                tables.get(entry.name),
+                labels.get(entry.name),
+                None if program.lengths is None else program.lengths.multiple,
+                None if isinstance(fills, str) else fills.get(entry.name),
+            )
+            for entry in program.inputs
+        ),
         counts=Counts(program.count_names, tuple(counts_inputs)),
         stages=tuple(
             StageInterface(
@@ -395,16 +407,16 @@ def interface(
                 file=f"stage_{stage.index}.py",
                 inputs=tuple(stage.inputs),
                 counts=tuple(stage.counts),
-                receives=tuple(_boundary(boundary, plan) for boundary in stage.receives),
-                sends=tuple(_boundary(boundary, plan) for boundary in stage.sends),
+                receives=tuple(_boundary(program, boundary, plan) for boundary in stage.receives),
+                sends=tuple(_boundary(program, boundary, plan) for boundary in stage.sends),
                 recomputes=bool(recomputed_in([stage], recomputed)),
-                evaluated=None if stage.evaluated is None else _evaluated(stage.evaluated, plan),
+                evaluated=None if stage.evaluated is None else _evaluated(program, stage.evaluated, plan),
             )
             for stage in stages
         ),
         outputs=tuple(_outputs(program, plan)),
-        model_outputs=model_output_interfaces(stages, plan),
-        evaluated_outputs=model_output_interfaces(evaluated, plan, of_blocks=True),
+        model_outputs=model_output_interfaces(program, stages, plan),
+        evaluated_outputs=model_output_interfaces(program, evaluated, plan, of_blocks=True),
         steady=tuple(program.steady),
         branches={name: f"{branch} is not {branch.taken}" for name, branch in program.branches.items()},
         shapes={
@@ -426,6 +438,8 @@ def interface(
         if program.evaluated
         else (),
         plain=program.plain,
+        multiple=1 if program.lengths is None else program.lengths.multiple,
+        unpadded=fills if isinstance(fills, str) else None,
         no_eval=program.no_eval,
         generation=program.generation if program.mode == GENERATE else {},
         pretrained=program.pretrained,
@@ -436,12 +450,12 @@ def interface(
     return written(described)
 
 
-def _evaluated(stage: Stage, plan: Plan) -> EvaluatedInterface:
+def _evaluated(program: Program, stage: Stage, plan: Plan) -> EvaluatedInterface:
     return EvaluatedInterface(
         inputs=tuple(stage.inputs),
         counts=tuple(stage.counts),
-        receives=tuple(_boundary(boundary, plan) for boundary in stage.receives),
-        sends=tuple(_boundary(boundary, plan) for boundary in stage.sends),
+        receives=tuple(_boundary(program, boundary, plan) for boundary in stage.receives),
+        sends=tuple(_boundary(program, boundary, plan) for boundary in stage.sends),
     )
 
 
@@ -485,7 +499,14 @@ def held_by_ranks(program: Program, plan: Plan, stages: Sequence[Stage]) -> list
     return held
 
 
-def _input(entry: Input, plan: Plan, rows: int | None, labels: tuple[int, int] | None) -> InputInterface:
+def _input(
+    entry: Input,
+    plan: Plan,
+    rows: int | None,
+    labels: tuple[int, int] | None,
+    multiple: int | None,
+    fill: int | None,
+) -> InputInterface:
     """Describe an input; ``rows`` are those of the table in which it looks up, ``labels`` the classes of a loss, and the ignored one."""
     dim, shape = entry.batch_dim, entry.shape_at(plan.global_batch)
     if plan.mode == GENERATE:  # sequences, of as many positions as the cache has
@@ -493,11 +514,12 @@ def _input(entry: Input, plan: Plan, rows: int | None, labels: tuple[int, int] |
     classes, ignored = labels or (None, None)
     return InputInterface(
         name=entry.name, shape=tuple(shape), dtype=entry.dtype, batch_dim=dim, role=entry.role, below=rows, classes=classes,
-        ignored=ignored,
+        ignored=ignored, fill=fill,
+        per_position=tuple(multiple * (dim in entry.positions) for dim in range(len(shape))) if multiple and entry.positions else (),
     )  # fmt: skip
 
 
-def _boundary(boundary: Boundary, plan: Plan) -> TensorInterface:
+def _boundary(program: Program, boundary: Boundary, plan: Plan) -> TensorInterface:
     node = boundary.node
     return TensorInterface(
         name=boundary.name,
@@ -505,8 +527,15 @@ def _boundary(boundary: Boundary, plan: Plan) -> TensorInterface:
         dtype=value_of(node).dtype,
         requires_grad=boundary.requires_grad,
         types=node.meta.get("types", {}),
-        per_position=tuple(each or 0 for each in batch_coefficients(node)) if plan.mode == GENERATE else (),
+        per_position=tuple(each or 0 for each in batch_coefficients(node))
+        if plan.mode == GENERATE
+        else _per_position(program, node, plan.microbatch_size),
     )
+
+
+def _per_position(program: Program, node: fx.Node, rows: int) -> tuple[int, ...]:
+    multiple = 1 if program.lengths is None else program.lengths.multiple
+    return per_position(node.meta.get(SIZES, ()), batch_coefficients(node), rows, multiple)
 
 
 def _outputs(program: Program, plan: Plan) -> Iterator[OutputInterface]:
@@ -515,7 +544,10 @@ def _outputs(program: Program, plan: Plan) -> Iterator[OutputInterface]:
         whole = program.mode == GENERATE
         shape, dtype = concrete_shape(node, program.batch if whole else plan.microbatch_size), value_of(node).dtype
         batch_dim = None if program.mode == "train" else 0 if whole else output.batch_dim
-        yield OutputInterface(name=output.name, shape=tuple(shape), dtype=dtype, batch_dim=batch_dim)
+        follows = () if whole else _per_position(program, node, plan.microbatch_size)
+        yield OutputInterface(
+            name=output.name, shape=tuple(shape), dtype=dtype, batch_dim=batch_dim, per_position=follows
+        )
 
 
 def import_stage(folder: Path, index: int) -> nn.Module:

@@ -324,7 +324,7 @@ class GraphPrinter:
 
     def _preferred_names(self, node: fx.Node) -> list[str]:
         """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
-        if isinstance(value_of(node), int | torch.SymInt):
+        if isinstance(value_of(node), int | torch.SymInt) and "name" not in node.meta:
             return ["batch" if operator_name(node) == "sym_size" else "rows"]
         if "name" in node.meta:
             return [_identifier(str(node.meta["name"]))]

@@ -40,6 +40,7 @@ from graphpar.frontend.repetitions import expand
 from graphpar.frontend.signature import (
     Request,
     check_batch,
+    lengths_of,
     make_request,
     named_outputs,
     note_scalars,
@@ -87,6 +88,11 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
 
 def _capture(source: ModelSource, built: Built, batch_dims: Mapping[str, int | None] | None) -> Program:
     """Trace what was built of the model of ``source``, in the dtype that is asked for or decided."""
+    if source.seq is not None:
+        lengths = lengths_of(source, make_request(source, *built, batch_dims or {}))
+        program = _capture(source.at_length(lengths, lengths.most), built, batch_dims)
+        program.lengths = lengths
+        return program
     if source.mode == GENERATE:
         source, batch_dims = of_tokens(source, built[0], batch_dims)
     if source.precision.dtype != AUTO:

@@ -93,6 +93,7 @@ class CaptureCache:
         precision: Precision | None = None,
         mode: str | None = None,
         evaluates: bool = False,
+        seq: tuple[int, int] | None = None,
     ) -> None:
         """Find the model file ``model``, a path or a dotted name; the rest is what its capture will be asked with.
 
@@ -105,12 +106,12 @@ class CaptureCache:
         self._random = torch.get_rng_state()
         self._imported: ModelFile | None = None
         self._entries: dict[Path, _Entry | None] = {}
-        entry = self._entry(self._place(precision or Precision(), mode, evaluates))
+        entry = self._entry(self._place(precision or Precision(), mode, evaluates, seq))
         self.file = self._kept(entry) or self._import()
 
     def capture(self, trace: Capture, source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:
         """Return the stored program of ``source``, which is of the model file; else trace and store it."""
-        self.hit, place = False, self._place(source.precision, source.mode, source.evaluates)
+        self.hit, place = False, self._place(source.precision, source.mode, source.evaluates, source.seq)
         entry = self._entry(place)
         if self._imported is None and entry is not None and (program := self._program(entry, source)) is not None:
             return program
@@ -161,13 +162,15 @@ class CaptureCache:
         path, reference = (Path(self._model), None) if as_file else (file.path, str(self._model))
         return replace(file, **functions, path=path, reference=reference, importer=self._import_late)
 
-    def _place(self, precision: Precision, mode: str | None, evaluates: bool) -> Path | None:
+    def _place(
+        self, precision: Precision, mode: str | None, evaluates: bool, seq: tuple[int, int] | None
+    ) -> Path | None:
         """Return the file of the entry, named by what was asked; None where nothing is kept."""
         if self._folder is None:
             return None
         requested = (
             Path(self._model).resolve() if named_as_file(self._model) else self._model, os.getcwd(), sys.path, self._surroundings,
-            precision, mode, evaluates, sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
+            precision, mode, evaluates, seq, sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
             torch.cuda.device_count(), os.cpu_count(),
         )  # fmt: skip
         return self._folder / f"{hashlib.sha256(repr(requested).encode()).hexdigest()[:32]}.capture"

@@ -30,8 +30,10 @@ from torch.utils._pytree import tree_leaves
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
 from graphpar.frontend.file_dependencies import OBSERVED
+from graphpar.ir.lengths import at_length
 from graphpar.ir.program import is_plain
 from graphpar.runtime.manifest import InputInterface
+from graphpar.runtime.stages.lengths import dims_of
 
 NAMES = (
     "model",
@@ -340,7 +342,7 @@ def initial_weights(file: ModelFile, seed: int = 0) -> dict[str, Tensor]:
 
 
 def example_batch(file: ModelFile, inputs: Sequence[InputInterface]) -> dict[str, Tensor]:
-    """Make a global batch of the example's rows, repeated or shortened to its size.
+    """Make a global batch of the example's rows, repeated or shortened to its size; where the length of sequences varies, of the longest.
 
     Args:
         inputs: those of a plan: names, shapes and batch dims in the order of the example's tensors.
@@ -361,6 +363,8 @@ def _resized(leaf: Tensor, entry: InputInterface) -> Tensor:
     if dim is not None and value.shape[dim] != shape[dim]:
         rows = torch.arange(shape[dim]) % value.shape[dim]
         value = value.index_select(dim, rows)
+    for length in dict.fromkeys(shape[position] for position in dims_of(entry)):
+        value = at_length(value, dims_of(entry), length)
     if list(value.shape) != shape:
         raise GraphparError(
             f"The example's {entry.name} has shape {list(leaf.shape)}, but the plan was made for {shape}. "

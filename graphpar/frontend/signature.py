@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_leaves_with
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.between_steps import Assigned
 from graphpar.frontend.fixed_size import LiteralSizes
+from graphpar.ir.lengths import Lengths
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
 from graphpar.runtime.option_kinds import GENERATE, INFER
@@ -211,6 +212,32 @@ def check_batch(request: Request) -> None:
                 f"Input {name!r} has {leaf.shape[dim]} rows on dim {dim}, but the batch is {request.batch}. "
                 "Give batch_dims for inputs whose batch is on another dim."
             )
+
+
+def lengths_of(source: ModelSource, request: Request) -> Lengths:
+    """Find where the example has the length of its sequence: that of the first input of whole numbers [batch, length], or else of the
+    first [batch, length, ...]. Every dim of that size varies with it.
+
+    Raises:
+        GraphparError: no input has a sequence, or the program takes any length already.
+    """
+    assert source.seq is not None
+    if source.mode == GENERATE:
+        raise GraphparError("A program for generation takes prompts of any length; leave seq out.")
+    tensors = [(leaf, dim) for leaf, dim in zip(request.leaves, request.batch_dims) if isinstance(leaf, Tensor)]
+    sequences = [(leaf, dim) for leaf, dim in tensors if dim is not None and leaf.ndim > 1]
+    tokens = [(leaf, dim) for leaf, dim in sequences if not leaf.is_floating_point()]
+    if not sequences:
+        raise GraphparError(
+            "seq says which lengths the sequence may have, but no example input has one: [batch, length] or more dims."
+        )
+    leaf, batch = (tokens or sequences)[0]
+    length = leaf.shape[1 if batch == 0 else 0]
+    dims = [
+        tuple(i for i, size in enumerate(leaf.shape) if size == length and i != dim) if isinstance(leaf, Tensor) else ()
+        for leaf, dim in zip(request.leaves, request.batch_dims)
+    ]
+    return Lengths(*source.seq, tuple(dims))
 
 
 # ---- outputs ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.ir.lengths import Lengths, Size
 from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
 from graphpar.runtime.plan_record import Adapter
@@ -66,6 +67,7 @@ class Input:
     batch_dim: int | None
     role: str = "input"  # input | target | sample_keys
     values: tuple[int, int] = (0, 1)  # smallest and largest value of an integer example
+    positions: tuple[int, ...] = ()  # the dims that are as long as the sequence, where that varies
 
     def shape_at(self, rows: int) -> tuple[int, ...]:
         """Return the shape for a batch of ``rows``."""
@@ -88,6 +90,7 @@ class ModelOutput:
         batch_dim: along which microbatches are joined.
         adds: whether it is a sum over examples, of which each microbatch has its share.
         sizes, coefficients: its unsharded shape, and of each size that follows the batch how many times the batch it is.
+        of_length: how its sizes follow the length of the sequence, where that varies.
     """
 
     name: str
@@ -95,6 +98,7 @@ class ModelOutput:
     adds: bool
     sizes: tuple[int, ...]
     coefficients: tuple[int | None, ...]
+    of_length: tuple[Size | None, ...] = ()
 
     def shape_at(self, rows: int) -> tuple[int, ...]:
         """Return the shape for ``rows`` rows."""
@@ -148,6 +152,12 @@ class ModelSource:
     precision: Precision = field(default_factory=Precision)
     mode: str | None = None
     evaluates: bool = False
+    seq: tuple[int, int] | None = None  # the shortest and the longest sequence, where lengths vary
+
+    def at_length(self, lengths: Lengths, length: int) -> ModelSource:
+        """Return the source with examples of this length."""
+        args, kwargs, targets = lengths.resized((self.args, self.kwargs, self.targets), length)
+        return replace(self, args=args, kwargs=kwargs, targets=targets, seq=None)
 
 
 @dataclass(eq=False)
@@ -255,6 +265,8 @@ class Program:
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int, int | None], Program] | None = None  # at so many rows, as at others or the example's
     source: ModelSource | None = None
+    lengths: Lengths | None = None  # of the sequence, where they vary; the graph is that of the longest
+    at_length: Callable[..., Program] | None = None  # the program of another length of these, with or without blocks
     couplings: tuple[Coupling, ...] = ()
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
     plain: Mapping[str, Any] = field(default_factory=dict)  # what the model was given besides tensors: numbers, None

@@ -46,7 +46,7 @@ __all__ = ["Additive", "Analysis", "Coupled", "Fixed", "Layout", "Rows", "State"
 
 _EXAMPLES = 999_983
 """The ranks of the axis: a prime, so that no other size is divided by it."""
-_REWRITES = ("local_shape", "local_sizes", "local_slice", "output_size")
+SIZE_REWRITES = ("local_shape", "local_sizes", "local_slice", "output_size")
 """Changes that a program of any batch size makes by itself, as its sizes follow the batch."""
 _OF_PARTS = {"any", "all", "max", "min", "amax", "amin"}
 """Operators whose answer for all parts of a batch, where they agree on a condition of it, is that for the batch."""
@@ -179,7 +179,7 @@ class Analysis:
             if start == 0 and isinstance(step, int) and coefficient == 1:
                 return Rows(0, 1, 1, pure, "begins", divided=step)
             return Coupled(f"{name} numbers the rows", node)
-        repeats = record.kind is Kind.EXPAND or name == "repeat" or name in _FILLED
+        repeats = record.kind is Kind.EXPAND or name == "repeat" or name in FILLED
         if repeats and len(dims) == 1:
             return Rows(dims[0], 1, coefficient, pure)
         return Coupled(f"{name} uses the batch size as a number", node)
@@ -187,7 +187,7 @@ class Analysis:
     def _moving(self, node: fx.Node, pure: bool) -> State:
         """An operator on values of which one at least follows the batch."""
         name, states = operator_name(node), [self.states[operand] for operand in operands_of(node)]
-        if name in _FILLED and name != "scalar_tensor":
+        if name in FILLED and name != "scalar_tensor":
             return self._made_like(node)
         if not any(isinstance(part, Tensor) for part in _node_values(node)):
             return Fixed(pure)
@@ -264,7 +264,9 @@ class Analysis:
     def _placed(self, node: fx.Node, states: Sequence[State], types: tuple[Type, ...]) -> Sequence[Type] | None:
         copied = self._copy(node, [isinstance(state, Additive) for state in states])
         known = {o: [t] for o, t in zip(operands_of(copied), types) if isinstance(t, Shard)}
-        context = Context(_EXAMPLES, lambda operand, index: known.get(operand, []), lambda operand: False, _REWRITES)
+        context = Context(
+            _EXAMPLES, lambda operand, index: known.get(operand, []), lambda operand: False, SIZE_REWRITES
+        )
         found = [p.results for p in placements(copied, context, tried=node) if p.operands == types]
         return next((own for own in found if any(isinstance(kind, Shard) for kind in own)), found[0] if found else None)
 
@@ -444,7 +446,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 # ---- queries ---------------------------------------------------------------------------------------------------
 
-_FILLED = {
+FILLED = {
     *("zeros", "ones", "full", "empty", "scalar_tensor"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
 }

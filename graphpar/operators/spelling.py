@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphpar.ir.lengths import SIZES
 from graphpar.ir.program import operator_name, value_of
 
 ATOM, UNARY, POWER, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, LOWEST = 100, 80, 85, 70, 60, 55, 50, 48, 46, 40, 0
@@ -264,7 +265,7 @@ def flattened(node: fx.Node, shown: Printed) -> Expression | None:
     before, after = value_of(source), value_of(node)  # type: ignore[arg-type]
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return None
-    old, new = [str(size) for size in before.shape], [str(size) for size in after.shape]
+    old, new = _dims(source), _dims(node)  # type: ignore[arg-type]
     ahead = 0
     while ahead < min(len(old), len(new)) and old[ahead] == new[ahead]:
         ahead += 1
@@ -281,11 +282,23 @@ def flattened(node: fx.Node, shown: Printed) -> Expression | None:
         suffix = "" if not ahead and end is None else f"{ahead}" if end is None else f"{ahead}, {last}"
         return Expression(f"{owner}.flatten({suffix})")
     if len(merged) == 1 and len(made) > 1:
-        sizes = [size if size.isdigit() else "-1" for size in made]
+        given = node.args[1] if isinstance(node.args[1], list | tuple) and len(node.args[1]) == len(new) else new
+        of_length = [isinstance(each, fx.Node) and isinstance(value_of(each), int) for each in given]
+        sizes = [
+            shown(given[dim]).text if of_length[dim] else new[dim] if new[dim].isdigit() else "-1"
+            for dim in range(ahead, ahead + len(made))
+        ]
         if sizes.count("-1") <= 1:
             dim = ahead if behind else -1
             return Expression(f"{owner}.unflatten({dim}, ({', '.join(sizes)}))")
     return None
+
+
+def _dims(node: fx.Node) -> list[str]:
+    """Write the sizes of a tensor, so that those that follow the length of the sequence are told from others."""
+    shape = value_of(node).shape
+    of_length = node.meta.get(SIZES) or [None] * len(shape)
+    return [str(size) if follows is None else f"{size} is {follows}" for size, follows in zip(shape, of_length)]
 
 
 _CASTS: dict[Any, str] = {torch.float32: "float", torch.bool: "bool", torch.int64: "long",

@@ -5,8 +5,10 @@ program, plan ──compiled──► Compilation(sharded, stages, estimate) ─
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from time import perf_counter
 
 from graphpar.codegen.package import Package
@@ -19,12 +21,14 @@ from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.evaluation import with_evaluated_stages
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
+from graphpar.passes.lengths import joined, sharding_at, tried
+from graphpar.passes.normalize.padding import fills_of
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planned import Planned, sharded_as
 from graphpar.passes.planning.prices import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
 from graphpar.passes.rank_passes import Seen
-from graphpar.passes.sharding.shard import Sharded
+from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import positions_of, split
 from graphpar.passes.stage_passes import STAGE_PASSES, Stages
 from graphpar.passes.step import Step
@@ -74,11 +78,11 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     program = with_dropout(program, plan.dropout)
     if seen is not None:
         seen(DRAW_DROPOUT, program)
-    sharded = sharded_as(program, plan, seen)
+    ranks = sharded_as(program, plan, seen)
     kinds = recomputed_blocks(program, plan.recompute)
     seconds: dict[str, float] = {}
     started = perf_counter()
-    local, stages = trained = sharded.local, split(sharded.local, positions_of(sharded.local, plan.split_points))
+    local, stages = trained = ranks.local, split(ranks.local, positions_of(ranks.local, plan.split_points))
     seconds["split"] = perf_counter() - started
     _show(seen, SPLIT, local, stages)
     for step in STAGE_PASSES:
@@ -90,16 +94,82 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     emitted, (local, stages) = (local, stages), apart
     if program.evaluated is not None:
         try:
+            if program.lengths is not None:
+                raise GraphparError("in evaluation the model is another program, and that is for one length: leave seq out")
             emitted = with_evaluated_stages(program.evaluated, plan, trained, emitted)
         except GraphparError as error:
             emitted = without_evaluation(emitted[0], str(error)), emitted[1]
-    sharded = replace(sharded, local=local)
+    if program.lengths is not None:
+        started = perf_counter()
+        emitted = _of_lengths(program, plan, emitted)
+        seconds["lengths"] = perf_counter() - started
+    ranks = replace(ranks, local=local)
     overlapped = overlapped_in(local, stages) if plan.overlap_tp else None
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     recomputed = Recomputations(local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
     recomputed = with_writes(local, recomputed)
-    done = Compilation(program, plan, sharded, stages, emitted, hardware, recomputed=recomputed, overlapped=overlapped)
+    done = Compilation(program, plan, ranks, stages, emitted, hardware, recomputed=recomputed, overlapped=overlapped)
     return priced(replace(done, seconds=seconds), hardware)
+
+
+def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
+    """Return what is emitted for any length of the range that is a multiple of the least number with which that goes.
+
+    Raises:
+        GraphparError: other lengths give another program.
+    """
+    assert program.lengths is not None
+    least, most = program.lengths.ends
+    most_multiple = plan.mesh.tp * (2 * plan.mesh.cp if plan.mesh.cp > 1 else 1)  # attention over cp halves shards
+    multiples = [each for each in range(1, most_multiple + 1) if most_multiple % each == 0]
+    for multiple in multiples:
+        if most % multiple:
+            raise GraphparError(
+                f"seq: with {plan.mesh.text} lengths are multiples of {multiple}, but the longest is {most}; take "
+                f"{most - most % multiple}."
+            )
+        lengths = tried(least, most, multiple)
+        if len(lengths) < 2:
+            raise GraphparError(f"seq: {least}..{most} has one multiple of {multiple}; leave seq out for one length.")
+        try:
+            found, divided = joined([longest, *(_at_length(program, plan, each) for each in lengths[1:])], lengths)
+        except GraphparError:
+            if multiple == multiples[-1]:
+                raise
+        else:
+            if multiple % divided == 0:
+                local, stages = found
+                return replace(
+                    local, lengths=replace(program.lengths, multiple=multiple, fills=_fills(program))
+                ), stages
+    raise AssertionError("no multiple divides the sizes")
+
+
+def _fills(program: Program) -> str | dict[str, int]:
+    """Return what a batch is padded with, or why it can't be: by the program of a length that is prime, and so no other size."""
+    assert program.lengths is not None and program.at_length is not None
+    least, most = program.lengths.ends
+    primes = (n for n in range(most, max(least, 5) - 1, -1) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+    others = {size for info in (*program.parameters.values(), *program.buffers.values()) for size in info.shape}
+    prime = next((n for n in primes if not any(size % n == 0 for size in others)), None)
+    if prime is None:
+        return f"each length of {least} to {most} is another size, too"
+    return fills_of(program.at_length(prime, False), prime, program.at_length(least if least < prime else most, False))
+
+
+def _at_length(program: Program, plan: Planned, length: int) -> Stages:
+    """Return what is emitted by ``plan`` for sequences of this length alone."""
+    assert program.lengths is not None and program.at_length is not None
+    at, rows, ratio = program.at_length(length), plan.microbatch_size, Fraction(length, program.lengths.most)
+    at = with_dropout(at, plan.dropout)
+    problem = problem_of(at, plan.sharding, rows)
+    sharding = plan.sharding if problem is None else sharding_at(problem, plan.sharding, ratio)
+    made = sharded(at, sharding, rows, problem).local
+    kinds = recomputed_blocks(at, plan.recompute)
+    found = made, split(made, positions_of(made, plan.split_points))
+    for step in STAGE_PASSES:
+        found = step.run(*found, plan, kinds)
+    return found
 
 
 def _show(seen: Seen | None, step: Step, local: Program, stages: Sequence[Stage]) -> None:

@@ -92,6 +92,9 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
+    if (lengths := compilation.emitted[0].lengths) is not None:
+        unpadded = lengths.fills if isinstance(lengths.fills, str) else None
+        data["lengths"] = {"multiple": lengths.multiple, "unpadded": unpadded}
     if program.mode == GENERATE:
         sequences, length = program.inputs[0].shape_at(program.batch)
         data["generation"] = {"sequences": sequences, "length": length}

@@ -209,6 +209,14 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     return "Plan", plan
 
 
+def _lengths(ends: Sequence[int], multiple: int, unpadded: str | None) -> str:
+    """``128 to 4,096 positions, priced at 4,096; padded to multiples of 4``"""
+    others = "" if multiple == 1 else f"; padded to multiples of {multiple}"
+    if unpadded is not None and multiple > 1:
+        others = f"; multiples of {multiple} alone, since padding would change results: {unpadded}"
+    return f"{ends[0]:,} to {ends[1]:,} positions, priced at {ends[1]:,}{others}"
+
+
 def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if data["mesh"]["pp"] > 1 and not data.get("predicted"):
@@ -217,6 +225,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         largest = max(range(len(flops)), key=flops.__getitem__)
         ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean (from flops; transfers free)"
         lines.append(("Simulated", f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio}"))
+    if (lengths := data.get("lengths")) is not None:
+        lines.append(("Lengths", _lengths(data["seq"], lengths["multiple"], lengths["unpadded"])))
     if data["mode"] == "train":
         own = "the mean of the replicas' own losses, as in DDP" if data.get("dp_mean") else "that of the global batch"
         lines.append(("Loss", f"{own}; gradients are of this loss"))

@@ -42,7 +42,8 @@ class TensorInterface:
     types: Mapping[str, Type] = field(default_factory=dict, hash=False, metadata={"always": True})
     """Its type on each compute axis; for the type check only, so a plan may leave it out."""
     per_position: tuple[int, ...] = ()
-    """Of a program for generation: how many elements of each dim a position has; 0 where a dim does not follow them."""
+    """Of a program for generation: how many elements of each dim a position has; 0 where a dim does not follow them. Of one for a range of
+    lengths: by how many a dim grows with as many positions as lengths are multiples of."""
 
     def shape_at(self, positions: int | None) -> tuple[int, ...]:
         """Return the shape for a window of so many positions."""
@@ -59,6 +60,8 @@ class InputInterface:
         batch_dim: ``None`` when every microbatch gets it whole.
         below: of token ids: how many tokens the model knows.
         classes: of labels: how many classes the loss knows, besides the label ``ignored``.
+        per_position: as of what is sent, where the length of the sequence varies.
+        fill: what a batch is padded with to a length that the program takes; None: its last position.
     """
 
     name: str
@@ -69,6 +72,8 @@ class InputInterface:
     below: int | None = None
     classes: int | None = None
     ignored: int | None = None
+    per_position: tuple[int, ...] = ()
+    fill: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class OutputInterface:
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None = kept(None, always=True)
+    per_position: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,7 @@ class ModelOutputInterface:
     batch_dim: int | None = kept(None, always=True)
     adds: bool = False
     types: Mapping[str, Type] = kept(make=dict)
+    per_position: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +205,10 @@ class Interface:
     """Why the loss of a program for training is no sum over examples."""
     coupled: str | None = None
     """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
+    multiple: int = 1
+    """Where the length of the sequence varies: stages take multiples of it."""
+    unpadded: str | None = None
+    """Why results would change if a batch of another length were padded to a multiple."""
     parameters: tuple[str, ...] = kept((), packed=True)
     """Of a program for training: the names that ``named_parameters()`` of the model gives, in its order."""
 
@@ -222,6 +233,8 @@ class Manifest(Decisions, Interface):
     leaves out."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
+    padding: int = 0
+    """How many positions of its sequences are padding."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
@@ -308,6 +321,32 @@ class Manifest(Decisions, Interface):
         return self.spec(name) | {
             axis: Stored(kind.dim) for axis in self.axes if axis in STATE_AXES and isinstance(kind, Shard)
         }
+
+    def at(self, length: int) -> Manifest:
+        """Return the program for sequences of this length: the shapes of what it takes, sends and returns."""
+        assert self.seq is not None
+        more = length - self.seq[1]
+        if not more:
+            return self
+
+        def sized(spec: Any) -> Any:
+            grown = zip(spec.shape, spec.per_position)
+            return (
+                replace(spec, shape=tuple(n + each * more // self.multiple for n, each in grown))
+                if spec.per_position
+                else spec
+            )
+
+        def all_sized(specs: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(map(sized, specs))
+
+        stages = (
+            replace(stage, receives=all_sized(stage.receives), sends=all_sized(stage.sends)) for stage in self.stages
+        )
+        return replace(
+            self, inputs=all_sized(self.inputs), outputs=all_sized(self.outputs), model_outputs=all_sized(self.model_outputs),
+            stages=tuple(stages),
+        )  # fmt: skip
 
     def input(self, name: str) -> InputInterface:
         """Look up the input of this name."""

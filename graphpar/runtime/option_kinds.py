@@ -238,6 +238,16 @@ def _read_split(text: str) -> list[str | dict[str, str]]:
     return points
 
 
+def _checked_range(name: str, value: Any) -> tuple[int, int]:
+    ends = value.split("..") if isinstance(value, str) else value
+    if not isinstance(ends, tuple | list) or len(ends) != 2:
+        raise GraphparError(f"{name} is {value!r}; it must be the shortest and the longest length, such as 128..4096.")
+    least, most = (_parsed_number(end) if isinstance(end, str) else whole_number(name, end) for end in ends)
+    if not 2 <= least < most:
+        raise GraphparError(f"{name} is {least}..{most}; a range begins at 2 or more and ends above that.")
+    return least, most
+
+
 def _any(name: str, value: Any) -> Any:
     return value
 
@@ -259,6 +269,8 @@ SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
 SPLIT = Kind(_any, read=_read_split)
 UNITS = Kind(_checked_units, (list,))
 EDGES = Kind(_checked_edges, (list,), read=_read_edges)
+RANGE = Kind(_checked_range, (list,))
+"""Two lengths, as ``128..4096`` on the command line."""
 STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
 
 

@@ -33,6 +33,7 @@ from graphpar.runtime.option_kinds import (
     LEVEL,
     OFFLOADED,
     PREFETCH,
+    RANGE,
     RECOMPUTED,
     RESHARD,
     RESHARDED,
@@ -247,6 +248,13 @@ def _legal_reduce_dtype(dtype: str, given: Decisions, mesh: Mesh, mode: str) -> 
         )
 
 
+def _legal_seq(ends: tuple[int, int], given: Decisions, mesh: Mesh, mode: str) -> None:
+    if mode == GENERATE:
+        raise GraphparError(
+            "seq: a program for generation takes prompts of any lengths, up to that of the example inputs; leave it out."
+        )
+
+
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +393,10 @@ class Decisions:
         group="output", usual=False, about="leave out what compiled blocks don't support: schedules that split backwards, and "
         "recomputation of a part of their results. Prices are those of fused operators; memory is counted as without.",
         beside_plan=True,
+    )
+    seq: tuple[int, int] | None = option(
+        RANGE, "lengths of the sequence that the program takes, such as 128..4096; priced at the longest (default: that of the example "
+        "inputs)", group="workload", metavar="A..B", about="must equal that of ``export``.", legal=_legal_seq,
     )
     dtype: str | Any = option(
         choice(*DTYPE_NAMES), "dtype in which the model computes; its parameters stay in fp32 (default: on GPUs bf16 for training, else "

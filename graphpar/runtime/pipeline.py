@@ -30,7 +30,7 @@ from graphpar.runtime.distributed import StopSignal, agreed
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.generation.generator import Generator
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
@@ -253,8 +253,10 @@ class Pipeline(Stored):
         if self._feed.given and is_compared(self._feed.given):
             self._gradients.check_copies()
         found = [
-            self._run(values, accumulate or place < len(batches))
-            for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
+            self._run(program, values, accumulate or place < len(batches))
+            for place, (program, values) in enumerate(
+                self._feed.values(batches, self.steps_done if step is None else step), 1
+            )
         ]
         parts = [each for each in found if each is not None]
         loss = (
@@ -296,12 +298,12 @@ class Pipeline(Stored):
         """Count from now on how rows spread over experts. Compiled blocks are whole graphs, in which nothing is counted."""
         return Balance(self.groups, self.package if self._backend is None else "")
 
-    def _run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+    def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
         self._parameters.begin_step()
         self._gradients.take(accumulate)
         with labels_named(values):
-            loss = self._microbatches.run(values, accumulate)
+            loss = self._microbatches.at(program).run(values, accumulate)
         self._parameters.free()
         if accumulate:
             self._gradients.keep(self.parameters())
@@ -500,12 +502,14 @@ class Pipeline(Stored):
         self.synchronize()
         found: list[dict[str, Tensor] | None] = []
         with torch.no_grad(), asked:
-            for values in self._feed.values(together(self.program, batch, training=False), step):
+            batches = together(self.program, batch, training=False)
+            for program, values in self._feed.values(batches, step, alike=self.program.mode != "train" or asked.joins):
                 self._parameters.gather()
                 if self.program.mode == GENERATE:
                     found.append(self._generator.logits(values))
                 else:
-                    found.append(forward_only(self.program, self._own.adapters, values, self.groups, asked.take))
+                    adapters = self._microbatches.at(program).stages
+                    found.append(forward_only(program, adapters, values, self.groups, asked.take))
                 self._parameters.free()
         self._branches.check()
         outputs = summed(found)

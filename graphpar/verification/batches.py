@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from graphpar.ir.lengths import at_length
 from graphpar.ir.program import Input
 
 IGNORED = -100
@@ -74,12 +75,22 @@ def step_batches(
     variation: Variation,
     counted: Collection[str],
     seed: int,
+    lengths: Sequence[int] = (),
 ) -> list[dict[str, Tensor]]:
     """Make ``count`` batches of ``rows`` rows, by input name; the first is the example, its rows repeated in order if needed.
 
     Args:
         counted: names of the inputs that the loss denominators depend on.
+        lengths: of the sequences of each batch, where they vary.
     """
+    if lengths:
+        longest = [(entry, at_length(value, entry.positions, max(lengths))) for entry, value in examples]
+        batches = step_batches(longest, rows, count, variation, counted, seed)
+        places = {entry.name: entry.positions for entry, _ in examples}
+        return [
+            {name: at_length(value, places[name], length) for name, value in batch.items()}
+            for batch, length in zip(batches, lengths, strict=True)
+        ]
     batches = [{entry.name: resized(value, entry.batch_dim, rows) for entry, value in examples}]
     for step in range(1, count):
         generator = Generator().manual_seed(seed * 1_000_003 + step)

@@ -204,6 +204,7 @@ def run_reference(
     evaluates: bool = False,
     evaluated_layouts: Sequence[Sequence[int]] | None = None,
     branches: bool = False,
+    lengths: Sequence[int] = (),
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
@@ -216,6 +217,7 @@ def run_reference(
         stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
         evaluates: compute a loss in evaluation, too.
         evaluated_layouts: ``layouts`` of evaluation, where the program has other operators then.
+        lengths: of the sequences of each of ``steps`` + 1 batches, where they vary.
         branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
@@ -237,7 +239,7 @@ def run_reference(
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]
         rows = inputs[0].shape[0] if plan.mode == GENERATE else plan.global_batch
-        batches = step_batches(setting.examples, rows, steps + 1, variation, counted, SEED)
+        batches = step_batches(setting.examples, rows, steps + 1, variation, counted, SEED, lengths)
         try:
             reference = _run(setting, batches)
         except Exception as error:  # the model refuses values that the example does not have

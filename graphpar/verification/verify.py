@@ -30,6 +30,7 @@ from graphpar.runtime.debugging.fp64 import WIDER
 from graphpar.runtime.launching.worker import run_jobs
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.stages.lengths import dims_of
 from graphpar.runtime.stages.modules import check_files, emitted_package
 from graphpar.runtime.state.optimizers import factory
 from graphpar.text import plural
@@ -166,7 +167,19 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         evaluates=_evaluates(manifest),
         evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
         branches=bool(manifest.branches),
+        lengths=_lengths(manifest, steps + 1),
     )
+
+
+def _lengths(manifest: Manifest, count: int) -> list[int]:
+    """Return the lengths of so many batches, where they vary: the longest, the shortest, one between, and again."""
+    if manifest.seq is None:
+        return []
+    least, most = manifest.seq
+    multiple = 1 if manifest.unpadded is None else manifest.multiple
+    between = (least + most) // 2 | 1
+    found = [most, -(-least // multiple) * multiple, between // multiple * multiple or most]
+    return [found[place % len(found)] for place in range(count)]
 
 
 def _evaluates(manifest: Manifest) -> bool:
@@ -204,7 +217,8 @@ def _subject(
     microbatched = coupled and plan.microbatches > 1
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     parts = plan.mesh.replicas if plan.dp_mean else 1
-    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, parts, _evaluates(manifest))
+    lengths = _lengths(manifest, steps + 1)
+    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, parts, _evaluates(manifest), tuple(lengths))
     text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
     if (*key, text) not in shared:
         stepping = None if text is None or plan.mode != TRAIN else _own_optimizer(manifest)
@@ -221,6 +235,7 @@ def _subject(
             evaluates=_evaluates(manifest),
             evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
             branches=bool(manifest.branches),
+            lengths=lengths,
         )
     return _Subject(folder, plan, shared[*key, text])
 
@@ -235,7 +250,9 @@ def _inputs_of(program: Parts | str | Path, manifest: Manifest) -> tuple[Input, 
     """Return the inputs of a batch, of a program for generation whole sequences."""
     if isinstance(program, Parts) and manifest.mode != GENERATE:
         return program.compilation.emitted[0].inputs
-    return tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
+    return tuple(
+        Input(i.name, i.shape, i.dtype, i.batch_dim, i.role, positions=tuple(dims_of(i))) for i in manifest.inputs
+    )
 
 
 def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:

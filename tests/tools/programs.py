@@ -59,12 +59,13 @@ def traced_once(
     after_pass: Callable[[Step, Program], None] | None = None,
     evaluates: bool = False,
     cache: CaptureCache | None = None,
+    seq: tuple[int, int] | None = None,
 ) -> Program:
     """In the place of the commands' :func:`graphpar.cli.trace.export_file`: an example is traced once a process, and its steps are
     shown again to whom asks for them."""
     path = file.path.resolve()
-    if path.parent != EXAMPLES or file.passes is not None:
-        return export_file(file, mode, precision, skip, after_pass, evaluates, cache)
+    if path.parent != EXAMPLES or file.passes is not None or seq is not None:
+        return export_file(file, mode, precision, skip, after_pass, evaluates, cache, seq)
     leaves = tree_leaves((file.args, file.kwargs, file.targets))
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     key = (path.stem, mode, precision or Precision(), tuple(skip), shapes, evaluates)

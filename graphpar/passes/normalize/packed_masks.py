@@ -60,7 +60,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
 def _documents_of(mask: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, int | None] | None:
     """Return the numbers of documents [b, s] of which ``mask`` shows each position its own, up to itself, and the window that it has;
     None where it shows others."""
-    parts = list(_conjuncts(mask, length))
+    parts = list(conjuncts(mask, length))
     equal = {part: sides[0] for part in parts if (sides := _equal(part, length)) and sides[0] is sides[1]}
     if len(equal) != 1 or value_of(documents := next(iter(equal.values()))).is_floating_point():
         return None
@@ -77,15 +77,15 @@ def _documents_of(mask: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, in
     return documents, None if window == length else window
 
 
-def _conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
+def conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
     """Yield the masks of booleans that all must show a column for ``mask`` to show it."""
     while record_of(mask).kind in _SHAPES and sizes(mask)[-2:] == sizes(_first(mask))[-2:] == [length, length]:
         mask = _first(mask)
     if is_call(mask, "where") and len(mask.args) == 3 and filled(mask.args[1]) == 0 and hides(mask.args[2]):
-        yield from _conjuncts(_first(mask), length)
+        yield from conjuncts(_first(mask), length)
     elif is_call(mask, "bitwise_and", "logical_and", "__and__") and value_of(mask).dtype == torch.bool:
         for part in mask.all_input_nodes:
-            yield from _conjuncts(part, length)
+            yield from conjuncts(part, length)
     else:
         yield mask
 

@@ -97,7 +97,7 @@ def planned(program: Program, pins: PlanConstraints, show: Callable[[str], None]
     if program.mode == GENERATE:
         pins = pins_of_generation(pins)
     precision = _precision(program, pins)
-    pins = replace(pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
+    pins = replace(pins, dtype=precision.dtype, param_dtype=precision.param_dtype, seq=_lengths(program, pins.seq))
     if pins.split is not None:
         pins = replace(pins, split_points=split_points_of(pins.split(program)), split=None)
     if pins.recompute is None:
@@ -153,6 +153,17 @@ def _precision(program: Program, pins: PlanConstraints) -> Precision:
             raise GraphparError(
                 f"{name} is {requested!r}, but the program was exported in {getattr(exported, name)!r}; leave it out, or export again."
             )
+    return exported
+
+
+def _lengths(program: Program, requested: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the lengths that the program was exported for, which must be those that are asked for, if any."""
+    exported = None if program.lengths is None else program.lengths.ends
+    if requested not in (None, exported):
+        shown = "one length" if exported is None else "..".join(map(str, exported))
+        raise GraphparError(
+            f"seq is {requested[0]}..{requested[1]}, but the program was exported for {shown}; leave it out, or export again."
+        )
     return exported
 
 

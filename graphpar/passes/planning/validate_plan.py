@@ -141,6 +141,10 @@ def check_model(program: Program, plan: Plan) -> None:
             f"The plan is for dtype {plan.dtype} with parameters in {plan.param_dtype}, but the program was exported in "
             f"{precision.dtype} with parameters in {precision.param_dtype}; export it as the plan says."
         )
+    if plan.seq != (exported := None if program.lengths is None else program.lengths.ends):
+        raise GraphparError(
+            f"The plan is for seq={plan.seq}, but the program was exported for {exported}; export it as the plan says."
+        )
     if plan.mode != program.mode:
         raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
     planned = {name for stage in plan.stages for name in stage.modules}

@@ -170,7 +170,12 @@ def watch(
                     _watch_group(group, path or stage)
             if shown and type(module).forward is not nn.Module.forward and not _is_layer(module):
                 _watch_calls(module, path or stage, gathered=isinstance(module, FSDPModule))
-    for each in pipelined if shown else ():  # say which microbatch events belong to, where torch's schedule runs it
+    watch_actions(pipelined)
+
+
+def watch_actions(pipelined: Sequence[PipelineStage]) -> None:
+    """Say which microbatch events belong to, where torch's schedule runs these stages and events are shown."""
+    for each in pipelined if _file is not None or listeners else ():
         for call in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
             chunk = "fwd_chunk_id" if call.startswith("forward") else "bwd_chunk_id"
             setattr(each, call, _of_microbatch(getattr(each, call), chunk))

@@ -25,6 +25,7 @@ from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import InputInterface, Manifest
 from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
+from graphpar.runtime.stages.lengths import Lengths
 from graphpar.runtime.stages.schedules import microbatch
 from graphpar.runtime.state.replicas import is_compared
 
@@ -178,7 +179,8 @@ def _other_length(spec: InputInterface, value: Tensor) -> str:
     )
     return (
         f": a program has one size of each dim except the batch, and was traced with {expected} along dim {dim}, not {found}; {padding}"
-        "compile the model with example inputs of that size into another folder, which reads the same checkpoints"
+        "compile the model with example inputs of that size into another folder, which reads the same checkpoints; or for a range of "
+        "lengths of its sequence (--seq A..B)"
     )
 
 
@@ -248,7 +250,7 @@ def own_rows(program: Manifest, name: str, value: Tensor, replica: int) -> Tenso
 
 def agree_on_batches(
     program: Manifest,
-    batches: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[tuple[Manifest, Mapping[str, Tensor]]],
     needed: Collection[str],
     replica: int,
     step: int,
@@ -258,6 +260,7 @@ def agree_on_batches(
     """Check batches on every rank, and that ranks were given the same rows of what they both have, for one step; a collective call.
 
     Args:
+        batches: each with the program of its length.
         sampled: look at some of the elements of a large input.
 
     Raises:
@@ -265,13 +268,13 @@ def agree_on_batches(
     """
     error: RuntimeProgramError | None = None
     try:
-        for batch in batches:
-            check_batch(program, batch, needed)
+        for own_program, batch in batches:
+            check_batch(own_program, batch, needed)
     except RuntimeProgramError as found:
         error = found
     agree(error)
     own: dict[tuple[int, str, int | None], str] = {}  # the last is None: all rows
-    for place, batch in enumerate(batches):
+    for place, (_, batch) in enumerate(batches):
         for name, value in batch.items():
             if is_whole(program, name, value) or program.input(name).batch_dim is None:
                 own[place, name, None] = _digest(value, sampled)
@@ -385,15 +388,22 @@ class Feed:
             spec.name for spec in program.inputs if spec.name in self._required and spec.role != "sample_keys"
         )
         self.part = Part(replica, program.replicas, slice(rows.start, rows.stop), given)
+        self._lengths = Lengths(program, groups, device)
         self._agreed = 0  # on how many batches at once
         self.given = 0
         """How often batches were given."""
 
-    def values(self, batches: Sequence[Mapping[str, Tensor]], step: int) -> Iterator[dict[str, Tensor]]:
-        """Return for each batch the inputs by name: checked, this replica's rows, with denominators and keys of random streams.
+    def values(
+        self, batches: Sequence[Mapping[str, Tensor]], step: int, alike: bool = False
+    ) -> Iterator[tuple[Manifest, dict[str, Tensor]]]:
+        """Return for each batch the program of its length, and the inputs by name: checked, this replica's rows, with denominators and
+        keys of random streams.
 
         Denominators are those of all batches together, and keys those of one batch that has all of them, so that the shares of the
         loss add up to its. A batch is moved to the device when it is taken.
+
+        Args:
+            alike: where lengths vary, those of all replicas are the same.
 
         Raises:
             RuntimeProgramError: a batch does not fit the program.
@@ -401,14 +411,15 @@ class Feed:
         if len(batches) != self._agreed:
             agree_on_number(batches)
             self._agreed = len(batches)
+        fitted = self._lengths.fitted(batches, alike)
         if is_compared(self.given):
             sampled = self.given > 0
-            agree_on_batches(self._program, batches, self.part.names, self.part.replica, step, sampled=sampled)
+            agree_on_batches(self._program, fitted, self.part.names, self.part.replica, step, sampled=sampled)
         self.given += 1
-        for batch in batches:
-            check_batch(self._program, batch, self.part.names)
-        check_shared(self._program, batches)
-        given = [dict(batch) for batch in batches]
+        for program, batch in fitted:
+            check_batch(program, batch, self.part.names)
+        check_shared(self._program, [batch for _, batch in fitted])
+        given = [dict(batch) for _, batch in fitted]
         for spec in (spec for spec in self._program.inputs if spec.role == "sample_keys"):
             device = None if self._program.dropout == KERNEL else self._device
             keys: Sequence[Tensor] = [step_key(self.seed, step, device)] * len(batches)
@@ -421,7 +432,9 @@ class Feed:
         def value(batch: Mapping[str, Tensor], name: str) -> Tensor:
             return counts[name] if name in counts else self._taken(batch, name)
 
-        return ({name: value(batch, name) for name in self._names} for batch in given)
+        return (
+            (program, {name: value(batch, name) for name in self._names}) for (program, _), batch in zip(fitted, given)
+        )
 
     def _taken(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
         """This replica's rows of an input, on the device. Keys that kernels are seeded from stay on the host, which reads them."""

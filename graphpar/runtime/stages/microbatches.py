@@ -9,6 +9,7 @@ receive from each other in the same order (nccl needs that), while other microba
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -17,18 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from graphpar.runtime.debugging.events import at
+from graphpar.runtime.debugging.events import at, watch_actions
 from graphpar.runtime.debugging.idle import left_in_schedule
 from graphpar.runtime.distributed import gather_tensors
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.stages.cast_once import CastOnce
+from graphpar.runtime.stages.lengths import cropped
 from graphpar.runtime.stages.loss_scale import LossScale
 from graphpar.runtime.stages.model_outputs import join
 from graphpar.runtime.stages.modules import StageAdapter, example, keywords
 from graphpar.runtime.stages.schedules import Schedule, ShardedStage, Stage, build_schedule, microbatch
 from graphpar.runtime.stages.split_backward import guard
 from graphpar.runtime.state.parameters import Replicated
+
+KEPT = 4
+"""For how many lengths of sequences, besides the longest, torch's stages are kept."""
 
 
 class Microbatches:
@@ -38,6 +43,7 @@ class Microbatches:
         casts: of each stage, the parameters that it casts.
 
     Attributes:
+        stages: as they were given.
         torch_stages: torch's, one for each; none without a pipeline.
 
     Raises:
@@ -52,7 +58,9 @@ class Microbatches:
         device: torch.device,
         scale: LossScale,
     ) -> None:
-        self._program, self._stages, self._casts = parameters.program, stages, casts
+        self._program, self.stages, self._casts = parameters.program, stages, casts
+        self._interfaces = tuple(self._program.stages[stage.interface.index] for stage in stages)
+        self._others: OrderedDict[tuple[StageInterface, ...], Microbatches] = OrderedDict()
         self._parameters, self._device, self._scale = parameters, device, scale
         self.torch_stages: list[PipelineStage] = []
         self._schedule: Schedule | None = None
@@ -71,11 +79,27 @@ class Microbatches:
                 output_args=self._output_example(stage),
                 group=self._parameters.groups["pp"],
             )
-            for stage in self._stages
+            for stage in self.stages
         ]
-        for torch_stage, stage in zip(self.torch_stages, self._stages):
+        for torch_stage, stage in zip(self.torch_stages, self.stages):
             guard(torch_stage, whole=stage.interface.recomputes or "activations" in self._program.offload)
         return build_schedule(self._program, self.torch_stages, self._scale.share_of_loss)
+
+    def at(self, program: Manifest) -> Microbatches:
+        """Return what runs these stages in a ``program`` of another length. What was made for the lengths of late is kept, since torch's
+        stages have memory for what they receive."""
+        own = tuple(program.stages[stage.interface.index] for stage in self.stages)
+        if own == self._interfaces:
+            return self
+        if own not in self._others:
+            stages = [stage.at(interface) for stage, interface in zip(self.stages, own)]
+            made = Microbatches(stages, self._casts, self._parameters, self._device, self._scale)
+            watch_actions(made.torch_stages)
+            self._others[own] = made
+        self._others.move_to_end(own)
+        while len(self._others) > KEPT:
+            self._others.popitem(last=False)
+        return self._others[own]
 
     def _output_example(self, stage: StageAdapter) -> tuple[Tensor, ...]:
         if stage.interface.sends:
@@ -90,7 +114,7 @@ class Microbatches:
             values: the inputs and counts of this replica's rows.
             accumulate: leave gradients of sharded state unreduced.
         """
-        for stage in self._stages:
+        for stage in self.stages:
             stage.begin()
         with ExitStack() as step:
             for casts in self._casts:
@@ -102,10 +126,12 @@ class Microbatches:
         yield from left_in_schedule(self._schedule, self.torch_stages)
         for casts in self._casts:
             yield from casts.left()
+        for other in self._others.values():
+            yield from left_in_schedule(other._schedule, other.torch_stages)
 
     def _alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
         """All microbatches one after the other, with nothing to send."""
-        (stage,) = self._stages
+        (stage,) = self.stages
         counts = {name: values[name] for name in values if name in self._program.count_names}
         inputs = {name: values[name] for name in values if name not in counts}
         losses: list[Tensor] = []
@@ -128,7 +154,7 @@ class Microbatches:
         losses: list[Tensor] = []
         target = torch.zeros(self._program.microbatches, device=self._device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
-        if self._stages[-1].interface.sends:
+        if self.stages[-1].interface.sends:
             return None
         return torch.stack([loss.detach() for loss in losses]) / self._scale.value
 
@@ -141,16 +167,16 @@ def forward_only(
     stages: Sequence[StageAdapter],
     values: Mapping[str, Tensor],
     groups: Groups,
-    take: Callable[[Mapping[str, Tensor]], None],
+    take: Callable[[Manifest, Mapping[str, Tensor]], None],
 ) -> dict[str, Tensor] | None:
     """Run every microbatch through this rank's stages.
 
     Args:
-        program: the plan.
+        program: the plan, at the length of ``values``.
         stages: this rank's stages, first to last.
         values: the inputs and counts that they name, for the rows of this replica.
         groups: of the mesh; stages send to and receive from their neighbours along pp.
-        take: called after each microbatch with its inputs.
+        take: called after each microbatch with the program and its inputs.
 
     Returns:
         The outputs by name, joined over microbatches and replicas, on the ranks of the last stage; else ``None``.
@@ -175,7 +201,7 @@ def forward_only(
                 sent += _send(program, stage, local, groups)
             else:
                 finished.append(local)
-        take(batch)
+        take(program, batch)
     for work, _ in sent:
         if work is not None:
             work.wait()
@@ -187,7 +213,7 @@ def forward_only(
         value = join(spec.name, parts, spec.batch_dim, adds)
         if replicas is not None:
             value = join(spec.name, gather_tensors(value, replicas), spec.batch_dim, adds)
-        outputs[spec.name] = value
+        outputs[spec.name] = cropped(value, spec.per_position, program)
     return outputs
 
 

@@ -21,6 +21,7 @@ from graphpar.runtime.distributed import gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.layout import P, divisions, joined, local_size
 from graphpar.runtime.manifest import Manifest, ModelOutputInterface
+from graphpar.runtime.stages.lengths import cropped
 from graphpar.runtime.stages.own_stages import OwnStages
 
 Metric = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor | tuple[Tensor | float, Tensor | float]]
@@ -43,8 +44,7 @@ class ModelOutputs:
         self._own, self._program, self._groups = own, own.program, own.groups
         self._metrics, self._sums = metrics, {name: list[tuple[Tensor, Tensor | None]]() for name in metrics}
         program = own.program
-        given = program.evaluated_outputs if program.evaluates_apart else program.model_outputs
-        has = {spec.name: spec for spec in given} if program.mode == "train" else {}
+        has = _given(program) if program.mode == "train" else {}
         _check(own.program, list(has), outputs, metrics)
         names = list(has) if outputs is True else outputs or ()
         self._returned = [spec for name, spec in has.items() if name in names]
@@ -84,11 +84,17 @@ class ModelOutputs:
             if work is not None:
                 work.wait()
 
-    def take(self, batch: Mapping[str, Tensor]) -> None:
-        """Take what this rank's stages have computed of a microbatch, whose inputs are ``batch``."""
+    @property
+    def joins(self) -> bool:
+        """Whether outputs of replicas are joined."""
+        return bool(self._returned)
+
+    def take(self, program: Manifest, batch: Mapping[str, Tensor]) -> None:
+        """Take what this rank's stages have computed of a microbatch, whose inputs are ``batch``, of a ``program`` of their length."""
         own, last = self._groups.place["pp"], self._program.stages[-1].rank
         outputs: dict[str, Tensor] = {}
-        for spec in self._taken:
+        specs = _given(program)
+        for spec in (specs[each.name] for each in self._taken):
             maker = self._program.stages[spec.stage].rank
             if own == maker:
                 outputs[spec.name] = self._joined(spec, self._found.pop(spec.name))
@@ -100,6 +106,8 @@ class ModelOutputs:
                 dist.recv(_as_bytes(value), self._groups.rank_at(pp=maker), self._groups["pp"])
                 outputs[spec.name] = value
         if own == last:
+            outputs = {name: cropped(value, specs[name].per_position, program) for name, value in outputs.items()}
+            batch = {name: cropped(value, program.input(name).per_position, program) for name, value in batch.items()}
             for spec in self._returned:
                 self._parts[spec.name].append(outputs[spec.name])
             for name, metric in self._metrics.items():
@@ -150,6 +158,13 @@ class ModelOutputs:
         return found
 
 
+def _given(program: Manifest) -> dict[str, ModelOutputInterface]:
+    """What the model returns in evaluation, by name."""
+    return {
+        spec.name: spec for spec in (program.evaluated_outputs if program.evaluates_apart else program.model_outputs)
+    }
+
+
 def _check(
     program: Manifest, has: Sequence[str], outputs: bool | Collection[str], metrics: Mapping[str, Metric]
 ) -> None:
@@ -196,6 +211,10 @@ def join(name: str, parts: Sequence[Tensor], batch_dim: int | None, adds: bool) 
         RuntimeProgramError: it has no batch dim, and differs.
     """
     if batch_dim is not None:
+        if len({(*part.shape[:batch_dim], *part.shape[batch_dim + 1 :]) for part in parts}) > 1:
+            raise RuntimeProgramError(
+                f"the output {name} has other sizes in other batches; ask for outputs of batches of one length"
+            )
         return torch.cat(list(parts), dim=batch_dim)
     if adds:
         return torch.stack(list(parts)).sum(0)

@@ -248,6 +248,10 @@ class StageAdapter(nn.Module):
         training, evaluating = self._interfaces
         return training if self.stage.training else evaluating
 
+    def at(self, interface: StageInterface) -> StageAdapter:
+        """Return the same stage with another interface, of sequences of another length."""
+        return StageAdapter(self.stage, interface, self.share, self.steady)
+
     def begin(self) -> None:
         """Begin a step."""
         self._begun = {}

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
-from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.manifest import InputInterface, Manifest
 from graphpar.runtime.stages.batches import by_name, flattened, is_numbers
 from graphpar.runtime.stages.initialise import other_generators
+from graphpar.runtime.stages.lengths import dims_of, lengthened
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of examples."""
@@ -81,6 +82,7 @@ class Collator:
         joined, examples = {}, [self._flattened(example) for example in given]
         for spec in self._inputs:
             shape = [size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim]
+            varying = [dim - (spec.batch_dim is not None and dim > spec.batch_dim) for dim in dims_of(spec)]
             values = []
             for example in examples if spec.batch_dim is not None else examples[:1]:
                 if spec.name not in example:
@@ -88,9 +90,28 @@ class Collator:
                         f"an example of the dataset has no {spec.name}; it has {', '.join(example)}"
                     )
                 values.append(value := torch.as_tensor(example[spec.name]))
-                if list(value.shape) != shape:
+                if not _fits(value.shape, shape, varying):
                     raise RuntimeProgramError(
                         f"{spec.name} of an example has shape {list(value.shape)}; the program expects {shape}"
                     )
+            values = self._of_one_length(spec, values, varying)
             joined[spec.name] = values[0] if spec.batch_dim is None else torch.stack(values, spec.batch_dim)
         return joined
+
+    def _of_one_length(self, spec: InputInterface, values: list[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """Pad what examples have of an input to the longest of them."""
+        longest = max((value.shape[dim] for value in values for dim in dims), default=0)
+        if all(value.shape[dim] == longest for value in values for dim in dims):
+            return values
+        if self._program.unpadded is not None:
+            raise RuntimeProgramError(
+                f"{spec.name} has examples of several lengths, and padding them to one would change results: {self._program.unpadded}; "
+                "give a collate_fn that joins examples"
+            )
+        return [lengthened(value, dims, longest - value.shape[dims[0]], spec.fill) for value in values]
+
+
+def _fits(found: Sequence[int], expected: Sequence[int], varying: Sequence[int]) -> bool:
+    """Whether an example has the shape that is expected, but for the dims that vary."""
+    pairs = enumerate(zip(found, expected))
+    return len(found) == len(expected) and all(size == want or dim in varying for dim, (size, want) in pairs)

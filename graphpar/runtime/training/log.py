@@ -71,8 +71,9 @@ def predicted(program: Manifest, device: torch.device) -> Predicted | None:
 
 
 def tokens_of(program: Manifest) -> int | None:
-    """How many tokens a global batch has: the elements of the first input of whole numbers by example and place; None without one."""
-    for spec in program.inputs:
+    """How many tokens a global batch has: the elements of the first input of whole numbers by example and place; None without one, and
+    where their number varies."""
+    for spec in program.inputs if program.seq is None else ():
         whole = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
         if spec.role == "input" and spec.batch_dim is not None and len(spec.shape) == 2 and whole:
             return spec.shape[0] * spec.shape[1]

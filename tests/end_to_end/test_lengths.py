@@ -1,0 +1,153 @@
+"""One program for a range of lengths: batches of other lengths train as an eager loop does, whatever the mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import graphpar as gp
+from tests.ranks import lengths_script as script
+from tests.tools.parity import LR, MOMENTUM, Block
+from tests.tools.rank_pool import RankPool
+
+WORDS, WIDTH, ROWS, IGNORED = 48, 32, 8, -1
+LEAST, MOST = 5, 32
+LENGTHS = (32, 5, 17, 24, 11)
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT has it: learned positions up to the length of the input, a tied head, and labels of -1 that are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(MOST, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        t = idx.size(1)
+        x = self.wte(idx) + self.wpe(torch.arange(0, t, dtype=torch.long, device=idx.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=IGNORED)
+
+
+def batch_of(number: int, length: int, rows: int = ROWS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    idx, targets = (torch.randint(WORDS, (rows, length), generator=generator) for _ in range(2))
+    return {"idx": idx, "targets": targets.masked_fill(torch.rand(rows, length, generator=generator) < 0.2, IGNORED)}
+
+
+def exported() -> gp.Program:
+    batch = batch_of(0, 20)
+    return gp.export(NanoGPT(), (batch["idx"], batch["targets"]), seq=f"{LEAST}..{MOST}", evaluates=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: Mapping[str, int]
+    pins: Mapping[str, Any]
+    multiple: int = 1
+    several: bool = False  # of one step: replicas, or batches, have other lengths
+    compile: str | bool = False
+
+
+def eager(steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], NanoGPT]:
+    """Train on one device; a step's mean is that over the labels of all of its batches."""
+    model = NanoGPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    losses = []
+    for batches in steps:
+        optimizer.zero_grad()
+        count = sum(int((batch["targets"] != IGNORED).sum()) for batch in batches)
+        shares = [model(**batch)[1] * (batch["targets"] != IGNORED).sum() / count for batch in batches]
+        loss = torch.stack(shares).sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, model
+
+
+def check(pool: RankPool, cases: list[Case], root: Path) -> None:
+    program = exported()
+    jobs: dict[int, list[dict[str, Any]]] = {}
+    steps = {False: [[batch_of(n, length)] for n, length in enumerate(LENGTHS)]}
+    steps[True] = [
+        *steps[False][:2],
+        [batch_of(7, 9, ROWS // 2), batch_of(8, 14, ROWS // 2)],
+        [batch_of(9, 6), batch_of(9, 13)],
+    ]
+    evaluated = batch_of(20, 13)
+    save_file(evaluated, root / "evaluated")
+    save_file(batch_of(0, MOST + 1), root / "long")
+
+    def saved(name: str, batch: dict[str, Tensor]) -> str:
+        save_file(batch, root / name)
+        return str(root / name)
+
+    files: dict[bool, list[list[Any]]] = {
+        several: [
+            [saved(f"{several}_{n}_{i}", each) for i, each in enumerate(batches)] for n, batches in enumerate(found)
+        ]
+        for several, found in steps.items()
+    }
+    files[True][2] = [files[True][2]]  # one a replica
+    folders = []
+    for number, case in enumerate(cases):
+        plan = gp.plan(program, mesh=dict(case.mesh), **case.pins)
+        parts = gp.partition(program, plan)
+        assert json.loads(parts.files["plan.json"])["interface"].get("multiple", 1) == case.multiple
+        folder = parts.save(root / f"program_{number}")
+        save_file(
+            {name: v.clone() for name, v in NanoGPT().state_dict().items() if name != "head.weight"},
+            folder / "initial.safetensors",
+        )
+        job = {
+            "program": str(folder),
+            "steps": files[case.several],
+            "refused": str(root / "long"),
+            "compile": case.compile,
+        }
+        jobs.setdefault(math.prod(case.mesh.values()), []).append(job | {"evaluated": [str(root / "evaluated")]})
+        folders.append(folder)
+    for devices, listed in jobs.items():
+        (root / f"jobs_{devices}.json").write_text(json.dumps(listed))
+        pool.torchrun(Path(script.__file__), [str(root / f"jobs_{devices}.json")], nproc=devices, timeout_s=600)
+    expected = {several: eager(found) for several, found in steps.items()}
+    for case, folder in zip(cases, folders):
+        losses, model = expected[case.several]
+        found = json.loads((folder / "trained.json").read_text())
+        assert found["losses"] == pytest.approx(losses, rel=2e-5), case
+        assert f"33 positions; the program takes {LEAST} to {MOST}" in found["refused"], found["refused"]
+        parameters = load_file(folder / "trained.safetensors")
+        for name, parameter in model.named_parameters():
+            assert float((parameters[name] - parameter).abs().max() / parameter.abs().max()) < 2e-5, (case, name)
+        outputs = load_file(f"{root}/evaluated.outputs_{folder.name}")
+        for name, value in outputs.items():
+            torch.testing.assert_close(value, model(**evaluated)[name == "loss"].detach(), rtol=1e-4, atol=1e-5)
+        assert len(outputs) == (1 if "loss_chunk" in case.pins else 2)
+
+
+@pytest.mark.costly
+def test_five_lengths_in_one_run(pool: RankPool, tmp_path: Path) -> None:
+    cases = [
+        Case({"pp": 2}, {"microbatch_size": 2}),
+        Case({"tp": 2}, {"sp": True}, multiple=2),
+        Case({"cp": 2}, {}, multiple=2),
+        Case({"dp_shard": 2}, {"zero": 3}, several=True),
+        Case({"tp": 2}, {"sp": False, "loss_chunk": 16, "recompute": "full"}),
+    ]
+    check(pool, cases, tmp_path)
