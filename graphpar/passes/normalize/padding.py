@@ -262,7 +262,7 @@ class _Analysis:
         """Whether a mask hides all positions behind each one."""
         if not isinstance(self.states[mask], _Square):
             return False
-        return any(self.masks.window(part, self.length) is not None for part in conjuncts(mask, self.length))
+        return any(self.masks.window((part,), self.length) is not None for part in conjuncts(mask, self.length))
 
     def ignoring(self, node: fx.Node, name: str, operands: list[fx.Node], states: list[_State]) -> _State:
         """A loss that ignores labels, or the comparison that says which count."""
