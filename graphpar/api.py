@@ -165,8 +165,8 @@ def _exported(
         _retraced_with(program)
     if raw.lengths is None:
         return program
-    lengths, longest = raw.lengths, raw.source
-    assert longest is not None
+    assert raw.source is not None
+    lengths, longest = raw.lengths, replace(raw.source, evaluates=False)
 
     @functools.cache
     def at_length(length: int, blocks: bool = True) -> Program:

@@ -95,7 +95,9 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     if program.evaluated is not None:
         try:
             if program.lengths is not None:
-                raise GraphparError("in evaluation the model is another program, and that is for one length: leave seq out")
+                raise GraphparError(
+                    "in evaluation the model is another program, and that is for one length: leave seq out"
+                )
             emitted = with_evaluated_stages(program.evaluated, plan, trained, emitted)
         except GraphparError as error:
             emitted = without_evaluation(emitted[0], str(error)), emitted[1]
