@@ -68,6 +68,8 @@ def export(
     dtype: str | None = None,
     pure: bool | None = None,
     param_dtype: str | None = None,
+    output_dtype: str | None = None,
+    keep_fp32: Sequence[str] | str | None = None,
     seq: str | tuple[int, int] | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
@@ -91,6 +93,10 @@ def export(
             computes in the dtypes that it was built in. "auto" is bf16 where the model trains, is built in fp32 and can be traced so.
         pure: parameters are stored and stepped in ``dtype``.
         param_dtype: the dtype in which parameters are stored and updated.
+        output_dtype: the dtype of the model's outputs, beside a ``dtype`` of 16 bits: what ``loss_fn`` takes, fp32 by default, and what
+            ``pipeline.infer`` returns. A loss that the model itself returns is fp32 in any case.
+        keep_fp32: patterns of modules that compute in fp32 beside a ``dtype`` of 16 bits, such as ``"**.norm"``: their parameters are
+            stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
             the example that is as long as its sequence varies. By default a program takes the example's length alone.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
@@ -105,7 +111,7 @@ def export(
             raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    precision = Precision.of(dtype, pure, param_dtype)
+    precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32)
     ends = None if seq is None else RANGE.check("seq", seq)
     source = ModelSource(
         model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, ends

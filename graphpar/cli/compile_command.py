@@ -169,7 +169,7 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
-    Precision.of(options.dtype, options.pure, options.param_dtype)
+    _precision(options)
     if options.skip is not None:
         check_skipped(PASSES, _names(options.skip))
     if options.html is not None:
@@ -210,7 +210,8 @@ def _traced_as(
 def _precision(options: argparse.Namespace) -> Precision:
     """Return the dtypes that are asked for; on GPUs the default is bf16 with parameters in fp32."""
     dtypes = options.dtype, options.pure, options.param_dtype
-    return Precision(default_dtype(options.cluster)) if dtypes == (None, None, None) else Precision.of(*dtypes)
+    usual = default_dtype(options.cluster) if dtypes == (None, None, None) else options.dtype
+    return Precision.of(usual, options.pure, options.param_dtype, options.output_dtype, options.keep_fp32)
 
 
 def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:

@@ -424,7 +424,7 @@ def interface(
             for name, info in program.parameters.items()
             if info.whole is not None and info.whole != info.shape
         },
-        gather_dtype=_known(gather_dtype(program)) if plan.zero > 1 else None,
+        gather_dtype=_known(gather_dtype(program, plan.fully_sharded)) if plan.zero > 1 else None,
         casts={name: dtype for name, dtype in cast_parameters(program).items() if dtype in NAMES}
         if plan.zero < 2 and trains
         else {},

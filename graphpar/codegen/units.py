@@ -24,6 +24,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.operators.gradients import blocks_without_backward, is_read_in_backward
+from graphpar.operators.parameter_casts import read_otherwise
 from graphpar.runtime.option_kinds import RESHARD, share_of
 from graphpar.runtime.options import gathers_again
 from graphpar.text import is_below
@@ -67,10 +68,10 @@ def _calls(stage: Stage) -> list[str]:
 def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
     """Return the parameters of which a rank of dp_shard and cp stores a shard, under every name of a tie.
 
-    Whole on every rank stay those without a dim to divide or without elements, and in a unit of several dtypes those that are not of
-    its largest, since a unit is gathered in one message.
+    Whole on every rank stay those without a dim to divide or without elements, in a unit of several dtypes those that are not of
+    its largest, since a unit is gathered in one message, and the few that are read in another dtype than the others.
     """
-    found: set[str] = set()
+    found, otherwise = set[str](), read_otherwise(program)
     for names in parameters_of_units(program, stages).values():
         sizes: dict[Any, int] = {}
         for info in map(program.parameters.__getitem__, names):
@@ -78,7 +79,12 @@ def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str
         largest = max(sizes, key=sizes.__getitem__)
         for name in names:
             info = program.parameters[name]
-            if info.shape and info.nbytes and info.dtype == largest:
+            if (
+                info.shape
+                and info.nbytes
+                and info.dtype == largest
+                and not otherwise.intersection(program.tie_of(name))
+            ):
                 found.update(program.tie_of(name))
     return frozenset(found)
 

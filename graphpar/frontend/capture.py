@@ -101,7 +101,7 @@ def _capture(source: ModelSource, built: Built, batch_dims: Mapping[str, int | N
     dtypes = {parameter.dtype for parameter in built[0].parameters() if parameter.is_floating_point()}
     if dtypes != {torch.float32} or source.mode in (INFER, GENERATE):
         return _captured(plain, built, batch_dims or {})
-    program = _captured(replace(source, precision=Precision("bf16")), built, batch_dims or {})
+    program = _captured(replace(source, precision=replace(source.precision, dtype="bf16")), built, batch_dims or {})
     return program if program.mode == "train" else _captured(plain, built, batch_dims or {})
 
 
@@ -312,9 +312,15 @@ class _Traced(nn.Module):
                     f"The model changes the shape of the input {name!r} in place (unsqueeze_, transpose_ or the like), and the caller's "
                     "tensor with it; use the result of unsqueeze or transpose instead."
                 )
-        returned = output
-        if request.training and dtype is not None:
+        returned, to = output, request.precision.returned(request.training)
+        if request.training and request.loss_fn is None and request.precision.output_dtype:
+            raise GraphparError(
+                "output_dtype is of what loss_fn takes, and this model returns its own loss, which is in fp32; leave it out."
+            )
+        if to is torch.float32:
             output = in_full(output)
+        elif to is not None:
+            output = returned = cast_floating(output, to)
         if request.training:
             if request.loss_fn is not None:
                 with (
@@ -491,7 +497,7 @@ def _exported(
         warnings.catch_warnings(),
         torch_is_quiet(),
         _in_mode(request, request.module_mode),
-        computed_in(request.model, request.precision.cast_to),
+        computed_in(request.model, request.precision),
         custom_backwards_kept(request.training),
         plain_regions(regions),
         lines_kept(request.loss_fn),

@@ -25,7 +25,7 @@ from graphpar.frontend.branches import flag, free_flag, marked
 from graphpar.frontend.build import SEED
 from graphpar.frontend.checkpoint_regions import Regions
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
-from graphpar.frontend.precision import cast_parameters
+from graphpar.frontend.precision import cast_parameters, kept_modules
 from graphpar.frontend.signature import Request
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import (
@@ -195,8 +195,15 @@ def _as_read(
     """Describe the parameters in the dtypes in which the trace reads them, and list in which others they are stored."""
     if not precision.casts:
         return parameters, {}
-    cast = cast_parameters(model, precision.computed)
+    cast = cast_parameters(model, precision)
     names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in cast]
+    kept = kept_modules(model, precision.keep_fp32)
+    parameters = parameters | {
+        f"{path}.{name}": replace(parameters[f"{path}.{name}"], dtype=torch.float32)
+        for path, module in kept.items()
+        for name, each in module.named_parameters(remove_duplicate=False)
+        if each.is_floating_point()
+    }
     read = {name: replace(parameters[name], dtype=precision.computed) for name in names}
     if precision.stored == precision.computed:
         return parameters | read, {}

@@ -5,8 +5,9 @@
     losses        F.cross_entropy(logits, labels) inside of the model takes its arguments in fp32
     outputs       cast to fp32 before loss_fn, which takes the model's parameters in fp32, too
 
-The parameters of BatchNorm and its kin stay as they are, since torch computes their statistics in fp32. The pass ``cast_weights``
-declares the dtype in which parameters are stored, and casts them where they are read.
+The parameters of BatchNorm and its kin stay as they are, since torch computes their statistics in fp32. So do those of modules that are
+kept in fp32: what enters these is cast to fp32, and what they return to the compute dtype. The pass ``cast_weights`` declares the dtype in
+which parameters are stored, and casts them where they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,21 +24,55 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from graphpar.errors import GraphparError
+from graphpar.annotations.patterns import matching
+from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.trace_guards import FunctionMode
+from graphpar.ir.precision import Precision
+from graphpar.text import is_below
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
-    """Find the parameters that are cast to ``dtype`` where they are read, by their ids.
+def kept_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the outermost modules that ``patterns`` match, by path.
+
+    Raises:
+        GraphparError: one matches none, or a parameter is also read in another module.
+    """
+    modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matched = matching(pattern, modules)
+        if not matched:
+            raise GraphparError(f"keep_fp32: the pattern {pattern!r} matches no module.{near_match(pattern, modules)}")
+        found |= {path: modules[path] for path in matched}
+    found = {path: module for path, module in found.items() if not any(is_below(path, other) for other in found)}
+    inside = {
+        id(each): name for name, each in model.named_parameters(remove_duplicate=False) if _is_inside(name, found)
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not _is_inside(name, found):
+            raise GraphparError(
+                f"keep_fp32: {inside[id(parameter)]} is also {name}, whose module computes in 16 bits; match that module, too, or leave "
+                "both out."
+            )
+    return found
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(is_below(name, path) for path in modules)
+
+
+def cast_parameters(model: nn.Module, precision: Precision) -> dict[int, nn.Parameter]:
+    """Find the parameters that are cast to the compute dtype where they are read, by their ids.
 
     Raises:
         GraphparError: one is in a dtype from which nothing is cast, such as fp64.
     """
     found: dict[int, nn.Parameter] = {}
-    kept: set[int] = set()
+    dtype, inside = precision.computed, kept_modules(model, precision.keep_fp32)
+    kept = {id(parameter) for module in inside.values() for parameter in module.parameters()}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -54,16 +89,33 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parame
 
 
 @contextmanager
-def computed_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Have the parameters in ``dtype`` inside, the same objects with other data; None leaves them."""
-    before = [(each, each.data) for each in cast_parameters(model, dtype).values()] if dtype is not None else []
+def computed_in(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Have the parameters in the compute dtype inside, the same objects with other data, and modules that are kept in fp32 cast what
+    enters and leaves them."""
+    dtype = precision.cast_to
+    cast = cast_parameters(model, precision).values() if dtype is not None else []
+    before = [(each, each.data, dtype) for each in cast]
+    inside = kept_modules(model, precision.keep_fp32).values() if dtype is not None else []
+    for parameter in {parameter for module in inside for parameter in module.parameters()}:
+        if parameter.dtype in _HALF:
+            before.append((parameter, parameter.data, torch.float32))
+    handles = []
     try:
-        for parameter, data in before:
-            parameter.data = data.to(dtype)
+        for parameter, data, to in before:
+            parameter.data = data.to(to)
+        for module in inside:
+            handles.append(module.register_forward_pre_hook(_enter_in_full, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(lambda _, args, output: cast_floating(output, dtype)))
         yield
     finally:
-        for parameter, data in before:
+        for parameter, data, _ in before:
             parameter.data = data
+        for handle in handles:
+            handle.remove()
+
+
+def _enter_in_full(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return in_full(args), in_full(kwargs)
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:

@@ -48,7 +48,7 @@ class Plan(Decisions):
     @property
     def precision(self) -> Precision:
         """The dtypes that the program was traced for."""
-        return Precision(self.dtype, self.param_dtype)
+        return Precision(self.dtype, self.param_dtype, self.output_dtype or "", tuple(self.keep_fp32 or ()))
 
     @property
     def microbatches(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.runtime.option_kinds import PATTERNS
 from graphpar.runtime.records import DTYPES
 
 AUTO = "auto"
@@ -22,22 +23,37 @@ class Precision:
         dtype: in which the model computes. In fp32 it computes in the dtypes that it was built in, and nothing is cast. :data:`AUTO` is
             decided by :func:`graphpar.frontend.capture.capture`.
         param_dtype: in which parameters are stored, and stepped. Empty: fp32 for training, ``dtype`` for inference.
+        output_dtype: of the model's outputs, such as what a loss function takes. Empty: fp32 for training, for inference as computed.
+        keep_fp32: patterns of modules that compute in fp32 and store their parameters in it, whatever the others do.
     """
 
     dtype: str = "fp32"
     param_dtype: str = ""
+    output_dtype: str = ""
+    keep_fp32: tuple[str, ...] = ()
 
     @staticmethod
-    def of(dtype: str | None = None, pure: bool | None = None, param_dtype: str | None = None) -> Precision:
+    def of(
+        dtype: str | None = None,
+        pure: bool | None = None,
+        param_dtype: str | None = None,
+        output_dtype: str | None = None,
+        keep_fp32: Any = None,
+    ) -> Precision:
         """Make a policy of what a user asks for; ``pure`` stores parameters in the compute dtype.
 
         Raises:
-            GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``, or has no use in fp32.
+            GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``, or one has no use in fp32.
         """
+        kept = () if keep_fp32 is None else PATTERNS.check("keep_fp32", keep_fp32)
+        check_dtype("output_dtype", output_dtype)
         if dtype == AUTO and not pure and param_dtype is None:
-            return Precision(AUTO)
+            return Precision(AUTO, "", output_dtype or "", kept)
         for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
             check_dtype(name, value)
+        for name, given in (("output_dtype", output_dtype), ("keep_fp32", kept)):
+            if given and dtype in (None, "fp32"):
+                raise GraphparError(f"{name} is for a model that computes in 16 bits; give dtype=bf16 or fp16 with it.")
         if pure and param_dtype not in (None, dtype or "fp32"):
             raise GraphparError(
                 f"pure stores parameters in the compute dtype, {dtype or 'fp32'}, but param_dtype is {param_dtype}; give one of them."
@@ -46,11 +62,18 @@ class Precision:
             raise GraphparError(
                 "pure stores parameters in the compute dtype, and that is fp32 anyway; give dtype=bf16 or fp16 with it."
             )
-        return Precision(dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "")
+        return Precision(dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept)
 
     def resolved(self, mode: str) -> Precision:
         """Return the policy with its ``param_dtype`` filled in, for ``train`` or ``infer``."""
         return self if self.param_dtype else replace(self, param_dtype="fp32" if mode == "train" else self.dtype)
+
+    @property
+    def text(self) -> str:
+        """``dtype bf16 with parameters in fp32, outputs in bf16, **.norm in fp32``"""
+        more = [f"outputs in {self.output_dtype}"] * bool(self.output_dtype)
+        more += [f"{', '.join(self.keep_fp32)} in fp32"] * bool(self.keep_fp32)
+        return ", ".join([f"dtype {self.dtype} with parameters in {self.param_dtype}", *more])
 
     @property
     def casts(self) -> bool:
@@ -66,6 +89,12 @@ class Precision:
     def stored(self) -> torch.dtype:
         """The dtype in which parameters are stored."""
         return DTYPES[self.param_dtype]
+
+    def returned(self, training: bool) -> torch.dtype | None:
+        """The dtype of the model's outputs; None for that in which they are computed."""
+        if not self.casts or not (self.output_dtype or training):
+            return None
+        return DTYPES[self.output_dtype or "fp32"]
 
     @property
     def cast_to(self) -> torch.dtype | None:

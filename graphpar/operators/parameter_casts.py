@@ -5,12 +5,18 @@ F.linear(x, self.up.weight.bfloat16())      weight in fp32      a copy in bf16, 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
 from graphpar.ir.program import Program, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+
+FEW = 0.05
+"""The largest share of parameters, of those that are read in another dtype than the others, that ranks rather store whole."""
 
 
 def read_dtypes(program: Program) -> dict[str, set[torch.dtype]]:
@@ -48,10 +54,28 @@ def working_dtypes(program: Program) -> dict[str, torch.dtype]:
     return found
 
 
-def gather_dtype(program: Program) -> torch.dtype | None:
-    """Return the dtype in which every parameter is read, in which they may be gathered; None where they differ."""
-    found = set[torch.dtype]().union(*read_dtypes(program).values())
+def gather_dtype(program: Program, among: Collection[str]) -> torch.dtype | None:
+    """Return the dtype in which every parameter of ``among`` is read, in which they may be gathered; None where they differ."""
+    found = set[torch.dtype]().union(*(dtypes for name, dtypes in read_dtypes(program).items() if name in among))
     return found.pop() if len(found) == 1 else None
+
+
+def read_otherwise(program: Program) -> frozenset[str]:
+    """Return the few parameters that are read in another dtype than the others, which are cast where they are read.
+
+    All would have to be gathered in the dtype in which they are stored, twice the bytes, for these few: a network's norms.
+    """
+    read = read_dtypes(program)
+    if not any(dtypes - {program.parameters[name].dtype} for name, dtypes in read.items()):
+        return frozenset()
+    sizes = Counter[torch.dtype]()
+    for name, dtypes in read.items():
+        if len(dtypes) == 1:
+            sizes[next(iter(dtypes))] += program.parameters[name].numel
+    most, size = sizes.most_common(1)[0] if sizes else (None, 0)
+    if size < (1 - FEW) * sum(program.parameters[name].numel for name in read):
+        return frozenset()
+    return frozenset(name for name, dtypes in read.items() if dtypes != {most})
 
 
 def casts_parameter(node: fx.Node) -> bool:

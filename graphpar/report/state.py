@@ -97,7 +97,7 @@ def _sent(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[tuple[s
 
 def _whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
     """Return the bytes of each whole parameter: of one that is stored in shards, in the dtype that it is gathered in."""
-    gathered = gather_dtype(program) if plan.fully_sharded else None
+    gathered = gather_dtype(program, plan.fully_sharded) if plan.fully_sharded else None
     return {
         name: info.numel * gathered.itemsize if gathered and name in plan.fully_sharded else info.nbytes
         for name, info in program.parameters.items()

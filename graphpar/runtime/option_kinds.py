@@ -198,14 +198,14 @@ def _checked_offload(name: str, value: Any) -> tuple[str, ...]:
     return tuple(each for each in OFFLOADS if each in names)
 
 
-def _checked_units(name: str, value: Any) -> tuple[str, ...]:
-    units = value.split(",") if isinstance(value, str) else value
-    if not isinstance(units, list | tuple) or not units or not all(isinstance(unit, str) for unit in units):
-        raise GraphparError(f"{name} is {value!r}; it must be patterns of modules such as ['layers.*', 'norm+head'].")
-    cleaned = tuple("+".join(piece.strip() for piece in unit.split("+")) for unit in units)
-    if not all(piece for unit in cleaned for piece in unit.split("+")):
+def _checked_patterns(name: str, value: Any) -> tuple[str, ...]:
+    patterns = value.split(",") if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(each, str) for each in patterns):
+        raise GraphparError(f"{name} is {value!r}; it must be patterns of modules such as ['layers.*', 'norm'].")
+    cleaned = tuple("+".join(piece.strip() for piece in each.split("+")) for each in patterns)
+    if not all(piece for each in cleaned for piece in each.split("+")):
         raise GraphparError(
-            f"{name} is {value!r}, where a pattern is empty; write patterns of modules such as layers.*,norm+head."
+            f"{name} is {value!r}, where a pattern is empty; write patterns of modules such as layers.*,norm."
         )
     return cleaned
 
@@ -267,7 +267,8 @@ OFFLOADED = Kind(_checked_offload, (list,))
 ANY_COUNT = Kind(lambda name, value: whole_number(name, value, 0), (int,), _parsed_count)
 SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
 SPLIT = Kind(_any, read=_read_split)
-UNITS = Kind(_checked_units, (list,))
+PATTERNS = Kind(_checked_patterns, (list,))
+"""Patterns over paths of modules."""
 EDGES = Kind(_checked_edges, (list,), read=_read_edges)
 RANGE = Kind(_checked_range, (list,))
 """Two lengths, as ``128..4096`` on the command line."""

@@ -32,6 +32,7 @@ from graphpar.runtime.option_kinds import (
     GENERATE,
     LEVEL,
     OFFLOADED,
+    PATTERNS,
     PREFETCH,
     RANGE,
     RECOMPUTED,
@@ -43,7 +44,6 @@ from graphpar.runtime.option_kinds import (
     SPLIT,
     STAGES,
     TEXT,
-    UNITS,
     ZERO1_BY,
     Kind,
     Recompute,
@@ -340,7 +340,7 @@ class Decisions:
         "down to shards over this number of ranks.", legal=_legal_reshard, over=("dp_shard",),
     )
     units: tuple[str, ...] | None = option(
-        UNITS, "which modules ZeRO-2 and 3 gather together: patterns, A+B for several (default: embedding, each block, norm and head)",
+        PATTERNS, "which modules ZeRO-2 and 3 gather together: patterns, A+B for several (default: embedding, each block, norm and head)",
         group="pins", metavar="PATTERN,...", about='which modules ZeRO-2 and 3 gather and reduce together, by patterns over their paths: '
         '``"layers.*,norm+head"`` or a list. Each module that matches is a unit, all that match ``A+B`` are one, and what no unit holds is '
         "gathered with the stage. By default units are the blocks, and large modules before and after them.",
@@ -405,6 +405,14 @@ class Decisions:
     param_dtype: str | Any = option(
         choice(*DTYPE_NAMES), "dtype in which parameters are stored and updated", group="workload", usual="fp32",
         about="must equal that of ``export``.",
+    )
+    output_dtype: str | None = option(
+        choice(*DTYPE_NAMES), "dtype of the model's outputs, beside a dtype of 16 bits (default: fp32 for loss_fn, else as computed)",
+        group="workload", about="must equal that of ``export``.",
+    )
+    keep_fp32: tuple[str, ...] | None = option(
+        PATTERNS, "modules that compute in fp32 and keep their parameters in it, beside a dtype of 16 bits: '**.norm'", group="workload",
+        metavar="PATTERN,...", about="must equal that of ``export``.",
     )
     reduce_dtype: str | None = option(
         choice(*DTYPE_NAMES), "dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp", group="workload",

@@ -9,9 +9,10 @@ Written apart from the tracer (:mod:`graphpar.frontend.precision`), so that neit
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from graphpar.annotations.patterns import matching
 from graphpar.ir.precision import Precision
+from graphpar.runtime.records import DTYPES
 
 _LOSS = re.compile("loss|entropy|kl_div")
 _HALF = (torch.bfloat16, torch.float16)
@@ -50,12 +53,30 @@ class Policy:
             for parameter in module.parameters(recurse=False)
             if isinstance(module, nn.modules.batchnorm._NormBase) or not parameter.is_floating_point()
         }
+        kept |= self._keep(self.precision.keep_fp32) if self.precision.casts else set()
         stored: dict[int, nn.Parameter] = {}
         for parameter in self.own.values():
             if id(parameter) not in stored:
                 plain = not self.precision.casts or id(parameter) in kept
                 stored[id(parameter)] = parameter if plain else self._cast(parameter)
         self.named = {name: stored[id(parameter)] for name, parameter in self.own.items()}
+
+    def _keep(self, patterns: Sequence[str]) -> set[int]:
+        """Let the modules that patterns match compute in fp32; return the ids of their parameters."""
+        paths = [path for path, _ in self.model.named_modules()]
+        found = {path for pattern in patterns for path in matching(pattern, paths)}
+        outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+        kept = set()
+        for module in map(self.model.get_submodule, outermost):
+            module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(_float, (args, kwargs)), with_kwargs=True)
+            module.register_forward_hook(lambda _, args, output: self._narrowed(output))
+            for parameter in module.parameters():
+                parameter.data = _float(parameter.data)
+                kept.add(id(parameter))
+        return kept
+
+    def _narrowed(self, output: Any) -> Any:
+        return tree_map(partial(_in, self.precision.computed), output)
 
     def _cast(self, parameter: nn.Parameter) -> nn.Parameter:
         main = parameter.detach().to(self.precision.stored, copy=True)
@@ -82,14 +103,15 @@ class Policy:
         )
 
     def outputs(self, values: Any) -> Any:
-        """Cast what the model returns to fp32, for the loss."""
+        """Cast what the model returns to fp32, for the loss, or to the dtype that is asked for."""
         if not self.precision.casts:
             return values
         if isinstance(values, Mapping) and type(values) is not dict:
             for name in list(values):
                 values[name] = self.outputs(values[name])  # type: ignore[index]
             return values
-        return tree_map(_float, values)
+        to = self.precision.output_dtype
+        return tree_map(partial(_in, DTYPES[to]) if to else _float, values)
 
     def losses(self, in_loss_fn: bool = False) -> AbstractContextManager[object]:
         """Compute losses in fp32 inside; ``in_loss_fn``: the model has been called, and the user's loss function runs."""
@@ -132,6 +154,10 @@ class LossesInFloat(TorchFunctionMode):
                 lambda leaf: _float(leaf) if isinstance(leaf, nn.Parameter) else leaf, (args, kwargs)
             )
         return func(*args, **kwargs)
+
+
+def _in(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, *_HALF) else leaf
 
 
 def _float(leaf: Any) -> Any:

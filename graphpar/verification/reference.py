@@ -8,6 +8,7 @@ The results of each step are written to files at once: the gradients of one step
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -372,6 +373,7 @@ def _borrowed(model: nn.Module) -> Iterator[None]:
     kept = []
     for module in model.modules():
         registries = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+        registries |= {name: copy.copy(hooks) for name, hooks in vars(module).items() if name.startswith("_forward")}
         kept.append((module, module.__dict__ | registries))
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     values = [(tensor, tensor.data, tensor.detach().clone(), tensor.grad) for tensor in tensors]
@@ -398,6 +400,8 @@ def _infer(setting: _Setting, policy: Policy, reference: Reference) -> None:
             given = (
                 policy.model(*args, **kwargs) if setting.forward is None else setting.forward(policy.model, dict(batch))
             )
+            if policy.precision.output_dtype:
+                given = policy.outputs(given)
             outputs = dict(named_outputs(given))
         reference.finite &= all(bool(value.isfinite().all()) for value in outputs.values())
         reference.outputs.append(reference.keep(reference.folder / f"outputs_{step}.safetensors", outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,121 @@ def test_what_there_is_nothing_to_reduce_for_is_refused() -> None:
     assert plan.to_json()["param_dtype"] == "fp32" and plan.to_json()["reduce_dtype"] == "bf16"
     with pytest.raises(GraphparError, match="The plan is for dtype bf16 with parameters in fp32"):
         gp.partition(_program(), plan)
+
+
+# ---- modules in fp32, and the dtype of outputs -------------------------------------------------------------------
+
+
+class NormedLayer(nn.Module):
+    """A norm and two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(torch.tanh(self.up(self.norm(h))))
+
+
+class Normed(nn.Module):
+    """Layers with a norm each, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(NormedLayer() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 64, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(self.norm(h))
+
+
+def _normed(**asked: Any) -> gp.Program:
+    ids = torch.randint(64, (8, 6), generator=torch.Generator().manual_seed(1))
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy((logits * 3).flatten(0, 1), labels.flatten())
+
+    return gp.export(Normed(), (ids,), loss_fn=loss_fn, targets=(ids,), **{"dtype": "bf16"} | asked)
+
+
+NORMS = "**.norm"
+
+
+@pytest.mark.costly
+def test_norms_in_fp32_are_exact_and_stay_whole() -> None:
+    program = _normed(keep_fp32=NORMS, output_dtype="bf16")
+    asked: list[dict[str, Any]] = [
+        {"mesh": {"dp_shard": 2, "cp": 2}},
+        {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 2},
+        {"mesh": {"tp": 2}},
+        {"mesh": {"dp_shard": 2}, "zero": 1},
+    ]
+    _verified(program, asked)
+    parts = gp.partition(program, gp.plan(program, **asked[0]))
+    record, blocks = json.loads(parts.files["plan.json"]), parts.files["blocks.py"]
+    assert (record["keep_fp32"], record["output_dtype"]) == ([NORMS], "bf16")
+    assert record["interface"]["gather_dtype"] == "bf16"  # of all that is stored in shards, which norms are not
+    assert not any("norm" in name for name, types in record["parameters"].items() if types.get("dp_shard") == "S(0)")
+    layer = blocks.split("class NormedLayer")[1].split("class ")[0]
+    assert "self.norm(h.float()).bfloat16()" in layer
+    stage = parts.files["stage_0.py"]
+    assert ".float()" in stage.split(" * 3")[1] and ".float() * 3" not in stage  # the loss function got bf16
+    again = gp.partition(program, gp.Plan.from_json(parts.plan.to_json()))
+    assert again.files["plan.json"] == parts.files["plan.json"]
+
+
+def test_gradients_of_modules_in_fp32_are_so() -> None:
+    program = _normed(keep_fp32=[NORMS], pure=True)
+    infos = program.parameters
+    assert {info.dtype for name, info in infos.items() if "norm" in name} == {torch.float32}
+    assert {info.dtype for name, info in infos.items() if "norm" not in name} == {torch.bfloat16}
+    parts = gp.partition(program, gp.plan(program))
+    (outcome,) = verify_all([parts], 2)
+    assert outcome.ok, outcome.problems
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_outputs_are_in_the_dtype_that_is_asked_for(dtype: str) -> None:
+    program = gp.export(
+        Normed(), (torch.zeros(4, 6, dtype=torch.long),), mode="infer", dtype="bf16", output_dtype=dtype
+    )
+    parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+    assert {"fp32": ".float()", "fp16": ".half()"}[dtype] in parts.files["stage_0.py"].splitlines()[-1]
+    (outcome,) = verify_all([parts], 1)
+    assert outcome.ok, outcome.problems
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"dtype": "fp32", "keep_fp32": NORMS}, "keep_fp32 is for a model that computes in 16 bits; give dtype=bf16"),
+        ({"dtype": "fp32", "output_dtype": "bf16"}, "output_dtype is for a model that computes in 16 bits"),
+        ({"keep_fp32": "layers.*.nrm"}, "keep_fp32: the pattern 'layers.*.nrm' matches no module"),
+        ({"output_dtype": "fp8"}, "output_dtype is 'fp8'; it must be one of fp32, bf16, fp16"),
+    ],
+)
+def test_what_can_not_be_kept_in_fp32_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphparError, match=re.escape(said)):
+        _normed(**asked)
+
+
+def test_a_tied_module_alone_is_not_kept_in_fp32() -> None:
+    model = Normed()
+    model.head.weight = model.embedding.weight
+    ids = torch.zeros(4, 6, dtype=torch.long)
+    said = "keep_fp32: embedding.weight is also head.weight, whose module computes in 16 bits"
+    with pytest.raises(GraphparError, match=re.escape(said)):
+        gp.export(model, (ids,), loss_fn=lambda o: o.square().mean(), dtype="bf16", keep_fp32="embedding")
+
+
+def test_a_plan_is_for_the_dtypes_of_its_program() -> None:
+    plan = gp.plan(_normed(keep_fp32=NORMS), mesh={"pp": 1})
+    with pytest.raises(
+        GraphparError, match="in fp32, but the program was exported in dtype bf16 with parameters in fp32;"
+    ):
+        gp.partition(_normed(), plan)

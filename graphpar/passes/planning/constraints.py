@@ -128,6 +128,11 @@ def exported_precision(program: Program) -> Precision:
     return (Precision() if program.source is None else program.source.precision).resolved(program.mode)
 
 
+def decided_by(precision: Precision) -> dict[str, Any]:
+    """Return the decisions of a plan that the dtypes of its program are."""
+    return {name: value or None for name, value in vars(precision).items()}
+
+
 def check_on_mesh(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
     """Check that what is pinned can be done with ``program`` on ``mesh``.
 

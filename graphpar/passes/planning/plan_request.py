@@ -26,6 +26,7 @@ from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_heads,
     check_pipelined,
+    decided_by,
     exported_precision,
     free_axes,
     global_batch,
@@ -97,7 +98,7 @@ def planned(program: Program, pins: PlanConstraints, show: Callable[[str], None]
     if program.mode == GENERATE:
         pins = pins_of_generation(pins)
     precision = _precision(program, pins)
-    pins = replace(pins, dtype=precision.dtype, param_dtype=precision.param_dtype, seq=_lengths(program, pins.seq))
+    pins = replace(pins, seq=_lengths(program, pins.seq), **decided_by(precision))
     if pins.split is not None:
         pins = replace(pins, split_points=split_points_of(pins.split(program)), split=None)
     if pins.recompute is None:
@@ -148,10 +149,10 @@ def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
 def _precision(program: Program, pins: PlanConstraints) -> Precision:
     """Return the dtypes that the program was exported for, which must be those that are asked for, if any."""
     exported = exported_precision(program)
-    for name in ("dtype", "param_dtype"):
-        if (requested := getattr(pins, name)) not in (None, getattr(exported, name)):
+    for name, own in decided_by(exported).items():
+        if (requested := getattr(pins, name)) not in (None, own):
             raise GraphparError(
-                f"{name} is {requested!r}, but the program was exported in {getattr(exported, name)!r}; leave it out, or export again."
+                f"{name} is {requested!r}, but the program was exported in {own!r}; leave it out, or export again."
             )
     return exported
 

@@ -27,7 +27,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Chunked, Program
 from graphpar.ir.recomputation import GATHERS
 from graphpar.operators.parallel_products import ring_products_of
-from graphpar.operators.parameter_casts import gather_dtype
+from graphpar.operators.parameter_casts import gather_dtype, read_otherwise
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.loss_chunks import Head, heads_of
 from graphpar.passes.normalize.coupled import program_mesh
@@ -308,7 +308,7 @@ def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster) 
     """Say how ranks run ``program`` over ``pp`` stages as decided, but for what they recompute; what is gathered before a unit computes
     stays beside it. Where devices are their own hosts nothing is offloaded."""
     prefetch, distance = prefetching(pp, given.zero, given.reshard, given.prefetch, given.prefetch_distance)
-    gathered = gather_dtype(program)
+    gathered = gather_dtype(program, program.parameters.keys() - read_otherwise(program))
     return Execution(
         gather_bytes=None if gathered is None else gathered.itemsize,
         reduce_bytes=None if given.reduce_dtype is None else DTYPES[given.reduce_dtype].itemsize,

@@ -138,8 +138,7 @@ def check_model(program: Program, plan: Plan) -> None:
     precision = exported_precision(program)
     if plan.precision != precision:
         raise GraphparError(
-            f"The plan is for dtype {plan.dtype} with parameters in {plan.param_dtype}, but the program was exported in "
-            f"{precision.dtype} with parameters in {precision.param_dtype}; export it as the plan says."
+            f"The plan is for {plan.precision.text}, but the program was exported in {precision.text}; export it as the plan says."
         )
     if plan.seq != (exported := None if program.lengths is None else program.lengths.ends):
         raise GraphparError(
