@@ -93,9 +93,9 @@ def export(
             computes in the dtypes that it was built in. "auto" is bf16 where the model trains, is built in fp32 and can be traced so.
         pure: parameters are stored and stepped in ``dtype``.
         param_dtype: the dtype in which parameters are stored and updated.
-        output_dtype: the dtype of the model's outputs, beside a ``dtype`` of 16 bits: what ``loss_fn`` takes, fp32 by default, and what
+        output_dtype: the dtype of the model's outputs, with a ``dtype`` of 16 bits: what ``loss_fn`` takes, fp32 by default, and what
             ``pipeline.infer`` returns. A loss that the model itself returns is fp32 in any case.
-        keep_fp32: patterns of modules that compute in fp32 beside a ``dtype`` of 16 bits, such as ``"**.norm"``: their parameters are
+        keep_fp32: patterns of modules that compute in fp32 with a ``dtype`` of 16 bits, such as ``"**.norm"``: their parameters are
             stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
             the example that is as long as its sequence varies. By default a program takes the example's length alone.

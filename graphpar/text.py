@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import singledispatch
 from html import escape
 from typing import Any
@@ -168,6 +169,42 @@ def _ancestors(path: str) -> list[str]:
     """``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     parts = path.split(".")
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def matching(pattern: str, paths: Iterable[str]) -> list[str]:
+    """List the paths that a pattern matches, in their order.
+
+    Dots separate levels. Within a level ``*``, ``?`` and ``[...]`` are as in ``fnmatch``; a level ``**`` stands for any number
+    of levels, none included. A pattern that is itself one of the paths matches only that one.
+    """
+    known = list(paths)
+    if pattern in known:
+        return [pattern]
+    tokens = levels_of(pattern)
+    return [path for path in known if levels_match(tokens, levels_of(path))]
+
+
+def levels_of(path: str) -> list[str]:
+    """Split a path, or a pattern, at its dots."""
+    return path.split(".") if path else []
+
+
+def levels_match(tokens: Sequence[str], levels: Sequence[str]) -> bool:
+    """Whether the levels of a pattern match those of a path."""
+    reached = _skipping(tokens, {0})  # how many tokens may have been used up
+    for level in levels:
+        step = {at for at in reached if at < len(tokens) and tokens[at] == "**"}
+        step |= {at + 1 for at in reached if at < len(tokens) and tokens[at] != "**" and fnmatchcase(level, tokens[at])}
+        reached = _skipping(tokens, step)
+    return len(tokens) in reached
+
+
+def _skipping(tokens: Sequence[str], reached: set[int]) -> set[int]:
+    """``reached`` and what follows from it when ``**`` stands for no level."""
+    for at, token in enumerate(tokens):
+        if token == "**" and at in reached:
+            reached = reached | {at + 1}
+    return reached
 
 
 def numbered_runs(paths: Sequence[str]) -> list[str]:

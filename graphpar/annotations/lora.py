@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from graphpar.annotations.patterns import ModelNames, matches_nothing, matching, path_under
+from graphpar.annotations.patterns import ModelNames, matches_nothing, path_under
 from graphpar.errors import GraphparError
-from graphpar.text import listed
+from graphpar.text import listed, matching
 
 Model = TypeVar("Model", bound=nn.Module | Callable[[], nn.Module])
 _READ_BY_OWNERS = (nn.modules.linear.NonDynamicallyQuantizableLinear,)

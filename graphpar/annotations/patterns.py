@@ -20,9 +20,8 @@ torch's style objects pin their inputs and outputs too, as ``parallelize_module`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -32,7 +31,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.layout import P, R, Shard, Type
-from graphpar.text import is_at_or_below, is_below, listed
+from graphpar.text import is_at_or_below, is_below, levels_match, levels_of, listed, matching
 
 ShardPlan = Mapping[str, Any]
 Position = int | str | None  # of an activation: a place among the positional ones, or a keyword
@@ -132,51 +131,17 @@ def read_entry(pattern: Any, value: Any) -> tuple[Constraint, ...]:
 # ---- patterns --------------------------------------------------------------------------------------------------
 
 
-def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """List the paths that a pattern matches, in their order.
-
-    Dots separate levels. Within a level ``*``, ``?`` and ``[...]`` are as in ``fnmatch``; a level ``**`` stands for any number
-    of levels, none included. A pattern that is itself one of the paths matches only that one.
-    """
-    known = list(paths)
-    if pattern in known:
-        return [pattern]
-    tokens = _levels(pattern)
-    return [path for path in known if _matches(tokens, _levels(path))]
-
-
-def _levels(path: str) -> list[str]:
-    return path.split(".") if path else []
-
-
-def _matches(tokens: Sequence[str], levels: Sequence[str]) -> bool:
-    reached = _skipping(tokens, {0})  # how many tokens may have been used up
-    for level in levels:
-        step = {at for at in reached if at < len(tokens) and tokens[at] == "**"}
-        step |= {at + 1 for at in reached if at < len(tokens) and tokens[at] != "**" and fnmatchcase(level, tokens[at])}
-        reached = _skipping(tokens, step)
-    return len(tokens) in reached
-
-
-def _skipping(tokens: Sequence[str], reached: set[int]) -> set[int]:
-    """``reached`` and what follows from it when ``**`` stands for no level."""
-    for at, token in enumerate(tokens):
-        if token == "**" and at in reached:
-            reached = reached | {at + 1}
-    return reached
-
-
 def matches_nothing(pattern: str, names: ModelNames, whose: str = "The shard plan's pattern") -> str:
     """Write a message that follows the pattern as far as it goes and names what is there."""
     message = f"{whose} {pattern!r} matches no module and no parameter."
     deeper = matching(f"**.{pattern}", names.paths())
     if deeper:
-        before = {tuple(_levels(path)[: -len(_levels(pattern))]) for path in deeper}
+        before = {tuple(levels_of(path)[: -len(levels_of(pattern))]) for path in deeper}
         prefix = "**" if "**" in pattern or len(before) > 1 else ".".join(before.pop())
         return f"{message} Did you mean {path_under(prefix, pattern)!r}?"
-    tokens = _levels(pattern)
+    tokens = levels_of(pattern)
     for count in range(1, len(tokens) + 1):
-        if any(_matches(tokens[:count], _levels(path)) for path in names.paths()):
+        if any(levels_match(tokens[:count], levels_of(path)) for path in names.paths()):
             continue
         token, parent = tokens[count - 1], tokens[: count - 1]
         children = _children(parent, names)
@@ -188,8 +153,8 @@ def matches_nothing(pattern: str, names: ModelNames, whose: str = "The shard pla
 
 def _children(parent: Sequence[str], names: ModelNames) -> list[str]:
     """The last levels of the paths directly below what ``parent`` matches."""
-    found = [_levels(path) for path in names.paths()]
-    return list(dict.fromkeys(levels[-1] for levels in found if levels and _matches(parent, levels[:-1])))
+    found = [levels_of(path) for path in names.paths()]
+    return list(dict.fromkeys(levels[-1] for levels in found if levels and levels_match(parent, levels[:-1])))
 
 
 def _listed(entries: Sequence[str]) -> str:

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from graphpar.annotations.patterns import matching
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.trace_guards import FunctionMode
 from graphpar.ir.precision import Precision
-from graphpar.text import is_below
+from graphpar.text import is_below, matching
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)

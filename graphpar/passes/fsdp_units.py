@@ -14,12 +14,12 @@ from functools import cached_property
 
 from torch import fx
 
-from graphpar.annotations.patterns import matches_nothing, matching, names_of
+from graphpar.annotations.patterns import matches_nothing, names_of
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.outline import Region, block_names, prepare, rebuilt, regions_of
-from graphpar.text import is_at_or_below, is_below
+from graphpar.text import is_at_or_below, is_below, matching
 
 _LEAST, _MOST = 0.1, 0.3
 """Modules with less than the first share of the parameters that no block has are no unit of their own; one with more than the second is

@@ -407,11 +407,11 @@ class Decisions:
         about="must equal that of ``export``.",
     )
     output_dtype: str | None = option(
-        choice(*DTYPE_NAMES), "dtype of the model's outputs, beside a dtype of 16 bits (default: fp32 for loss_fn, else as computed)",
+        choice(*DTYPE_NAMES), "dtype of the model's outputs, with a dtype of 16 bits (default: fp32 for loss_fn, else as computed)",
         group="workload", about="must equal that of ``export``.",
     )
     keep_fp32: tuple[str, ...] | None = option(
-        PATTERNS, "modules that compute in fp32 and keep their parameters in it, beside a dtype of 16 bits: '**.norm'", group="workload",
+        PATTERNS, "modules that compute in fp32 and keep their parameters in it, with a dtype of 16 bits: '**.norm'", group="workload",
         metavar="PATTERN,...", about="must equal that of ``export``.",
     )
     reduce_dtype: str | None = option(

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from graphpar.annotations.patterns import matching
 from graphpar.ir.precision import Precision
 from graphpar.runtime.records import DTYPES
+from graphpar.text import matching
 
 _LOSS = re.compile("loss|entropy|kl_div")
 _HALF = (torch.bfloat16, torch.float16)

@@ -15,12 +15,11 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from graphpar.annotations.patterns import matching
 from graphpar.codegen.units import GATHERING, RECOMPUTED_UNITS, RECOMPUTING
 from graphpar.passes.planning.recomputation import same_as
 from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.stages.modules import build_stage, stage_module
-from graphpar.text import is_below, listed
+from graphpar.text import is_below, listed, matching
 
 _CALLED = {
     "none": ("",),

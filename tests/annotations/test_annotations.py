@@ -26,12 +26,13 @@ from torch.distributed.tensor.parallel import (
 
 import graphpar as gp
 from graphpar.annotations.files import load_shard_plan, merge_plans
-from graphpar.annotations.patterns import ModelNames, ShardConstraints, matching, names_of, resolve
+from graphpar.annotations.patterns import ModelNames, ShardConstraints, names_of, resolve
 from graphpar.annotations.values import WHOLE, Spec, allows, read_value, spec_text
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture import capture
 from graphpar.ir.program import ModelSource
 from graphpar.runtime import layout
+from graphpar.text import matching
 
 
 class Conv1D(nn.Module):

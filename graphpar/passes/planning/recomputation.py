@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from graphpar.annotations.patterns import matching
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation
@@ -21,7 +20,7 @@ from graphpar.passes.normalize.functional import written_buffers
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.runtime.option_kinds import AUTO, BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
 from graphpar.runtime.stages.compiled import WHOLE
-from graphpar.text import is_at_or_below, is_below, listed
+from graphpar.text import is_at_or_below, is_below, listed, matching
 
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
