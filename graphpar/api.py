@@ -94,7 +94,7 @@ def export(
         pure: parameters are stored and stepped in ``dtype``.
         param_dtype: the dtype in which parameters are stored and updated.
         output_dtype: the dtype of the model's outputs, with a ``dtype`` of 16 bits: what ``loss_fn`` takes, fp32 by default, and what
-            ``pipeline.infer`` returns. A loss that the model itself returns is fp32 in any case.
+            ``pipeline.infer`` returns. A model that returns its own loss returns it in fp32, and this is refused.
         keep_fp32: patterns of modules that compute in fp32 with a ``dtype`` of 16 bits, such as ``"**.norm"``: their parameters are
             stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
