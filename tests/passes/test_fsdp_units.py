@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.errors import GraphparError
+from graphpar.runtime.stages.compiled import compile_blocks
 from graphpar.verification import verify_all
 from tests.models import architectures
 
@@ -185,3 +188,13 @@ def test_memory_and_price_follow_the_units() -> None:
     assert usual.memory[0].buckets < blocks.memory[0].buckets < pairs.memory[0].buckets
     assert usual.communication_s["dp_shard"] == pytest.approx(blocks.communication_s["dp_shard"])
     assert pairs.communication_s["dp_shard"] < blocks.communication_s["dp_shard"]
+
+
+def test_a_head_in_chunks_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks run their gradients in the forward, which torch.compile can't trace."""
+    _llama(loss_chunk=8).save(tmp_path / "in_chunks_of_8")
+    monkeypatch.syspath_prepend(tmp_path)
+    stage = importlib.import_module("in_chunks_of_8.stage_0").Stage0()
+    compile_blocks(stage, "in_chunks_of_8", "eager")
+    compiled = {type(module).__name__ for module in stage.modules() if "forward" in vars(module)}
+    assert compiled == {"Embedding", "LlamaDecoderLayer", "LlamaRMSNorm"}

@@ -98,14 +98,18 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
-    """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them.
+
+    A head that computes its loss in chunks is left as it is: these run their gradients in the forward, which torch can't trace.
+    """
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
     know_grouped_products()
     streams = sys.modules.get(f"{package}.random_streams")
     if streams is not None:
         hide_draws(streams)
     for module in list(blocks(stage, package)) or [stage]:
-        module.forward = _whole(module, backend)  # type: ignore[method-assign]
+        if "in_chunks" not in module.forward.__code__.co_names:
+            module.forward = _whole(module, backend)  # type: ignore[method-assign]
 
 
 def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
