@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.verification import verify_all
+from tests.models import architectures
 from tests.ranks import lengths_script as script
 from tests.tools.parity import LR, MOMENTUM, Block
 from tests.tools.rank_pool import RankPool
@@ -151,3 +153,29 @@ def test_five_lengths_in_one_run(pool: RankPool, tmp_path: Path) -> None:
         Case({"tp": 2}, {"sp": False, "loss_chunk": 16, "recompute": "full"}),
     ]
     check(pool, cases, tmp_path)
+
+
+@pytest.mark.slow
+def test_more_meshes_and_compiled_blocks(pool: RankPool, tmp_path: Path) -> None:
+    cases = [
+        Case({"pp": 2}, {"compile": True, "microbatch_size": 2}, compile="aot_eager"),
+        Case(
+            {"pp": 2}, {"schedule": "Interleaved1F1B", "split": ["layers.0", "layers.1", "norm"], "microbatch_size": 2}
+        ),
+        Case({"pp": 2, "tp": 2}, {"sp": True, "microbatch_size": 2}, multiple=2),
+        Case({"pp": 2, "cp": 2}, {"microbatch_size": 2}, multiple=2),
+        Case({"dp_replicate": 2, "pp": 2}, {"microbatch_size": 2}, several=True),
+        Case({"dp_shard": 2, "cp": 2}, {"zero": 3}, multiple=2, several=True),
+    ]
+    check(pool, cases, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
+def test_public_architectures(name: str) -> None:
+    ids = torch.randint(3, 64, (8, 12))
+    program = gp.export(architectures.build(name), (), {"input_ids": ids, "labels": ids.clone()}, seq="5..24")
+    meshes: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}, {"cp": 2}]
+    plans = [gp.plan(program, mesh=mesh, **({"sp": True} if "tp" in mesh else {})) for mesh in meshes]
+    for mesh, outcome in zip(meshes, verify_all([gp.partition(program, plan) for plan in plans])):
+        assert outcome.ok, (mesh, outcome)
