@@ -272,8 +272,9 @@ class StepPrices:
             own = sorted({action.stage for cell in row for action in cell})
             fixed, beside = self.fixed_bytes(stages, own, rows, microbatches)
             most = most_kept({place: kept_bytes(stages[place], rows) for place in own}, row)
-            on_top = max(on_top_bytes(stages[place], rows) for place in own)
-            found.append(in_all(fixed, beside, most, on_top))
+            gradients, last = self._gradients([stages[place] for place in own], microbatches)
+            on_top = max(*(on_top_bytes(stages[place], rows) for place in own), last - gradients - most)
+            found.append(in_all(fixed + gradients, beside, most, on_top))
         return found
 
     def fixed_bytes(self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int) -> tuple[int, int]:
@@ -291,11 +292,24 @@ class StepPrices:
         return state + sum(buffers.values()) + sum(inputs.values()) + messages, beside
 
     def _state(self, stages: Sequence[Units]) -> int:
-        """Parameters, gradients and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
+        """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
         held, shards = held_once(stages), self.shards
-        trained = sum(part.nbytes for part in held if part.trained)
-        sizes = {3: sum(part.nbytes for part in held), 2: trained, 1: 2 * trained}
+        sizes = {3: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
+
+    def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
+        """Gradients for most of a step, and when the last are summed. At level 1 two units are summed at a time, from copies; an only
+        microbatch without a pipeline frees those of a unit then, and has those of three and of what is there once."""
+        whole, units = _trained(held_once(stages)), [unit for stage in stages for unit in stage]
+        if self.zero != 1:
+            return (-(-whole // self.shards) if self.zero >= 2 else whole), 0
+        times = [sum(other.kind == unit.kind for other in units) for unit in units]
+        largest = max((_trained(unit.held) for unit, count in zip(units, times) if count > 1), default=0)
+        once = sum(_trained(unit.held) for unit, count in zip(units, times) if count == 1)
+        sums = -(-whole // self.shards)
+        freed = microbatches == 1 and self.mesh.pp == 1
+        most = sums + min(once + 3 * largest, whole + largest) if freed else whole + largest
+        return most, sums + 2 * min(once, whole)
 
     def _buckets(self, stages: Sequence[Units], own: Sequence[int]) -> int:
         """The largest bucket of gradients that are all-reduced: over replicas, or where a tied parameter is on another rank, too."""
@@ -325,6 +339,10 @@ class StepPrices:
             found += 2 * max(sizes)
             found += sum(part.nbytes for part in held if part.rest)
         return found
+
+
+def _trained(held: Sequence[Held]) -> int:
+    return sum(part.nbytes for part in held if part.trained)
 
 
 def kept_bytes(units: Units, rows: int) -> int:
