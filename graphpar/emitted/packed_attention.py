@@ -28,7 +28,7 @@ from graphpar.emitted.collectives import Exchange, all_gather, rank, return_rows
 _varlen: Any = varlen.varlen_attn
 _GROUPS = "enable_gqa" in inspect.signature(_varlen).parameters  # torch 2.12 and later
 _known = WeakTensorKeyDictionary()
-"""The :class:`_Pieces` of documents, by these and by the axis: layers share them."""
+"""The :class:`_Pieces` of documents, by these, the axis, the window and how often they were written: layers share them."""
 _CHUNKS, _EVEN = 8, 1.05
 """Queries are sent in so many chunks of a shard, where one rank has that many times the mean work."""
 
@@ -100,10 +100,11 @@ def _attend(
     """[b, h, q, e], keys and values of all ranks -> [b * q, h, f]"""
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads, width]
     with _disable_current_modes():  # recomputation counts the operators of a layer, and these run in one layer alone
-        known = _known.setdefault(documents, {})
-        if (axis, window) not in known:
-            known[axis, window] = _Pieces(documents.expand(query.size(0), -1), window, axis)
-        pieces = known[axis, window]
+        version = 0 if documents.is_inference() else documents._version
+        known, key = _known.setdefault(documents, {}), (axis, window, version)
+        if key not in known:
+            known[key] = _Pieces(documents.expand(query.size(0), -1), window, axis)
+        pieces = known[key]
         found = (
             pieces.together() if _takes_all(query, value) and (window is None or pieces.in_order) else pieces.batches()
         )

@@ -8,6 +8,7 @@ A budget's share is not in the program, only which results are kept, so another 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -34,16 +35,20 @@ _CALLED = {
 def check_recomputed(program: Manifest, package: str) -> list[str]:
     """Return how the stages of ``program`` recompute otherwise than its plan says."""
     blocks: dict[str, str] = {}
+    classes: dict[str, str] = {}
     files: dict[str, str] = {}
     problems: list[str] = []
     for stage in program.stages:
         try:
-            found = _called(program, package, stage)
+            found, own = _called(program, package, stage)
         except Exception as error:  # the stage's own check says what is wrong with its file
             problems.append(f"stage {stage.index}, {stage.file}: {RECOMPUTED_UNITS} can't run: {error}")
             continue
         blocks |= found
+        classes |= own
         files |= dict.fromkeys(found, f"stage {stage.index}, {stage.file}")
+    counts = Counter(classes.values())  # a block repeats; others are units of sharded state, which nothing recomputes
+    blocks = {path: called for path, called in blocks.items() if called or counts[classes[path]] > 1}
     planned, unknown = _planned(program.recompute, list(blocks))
     problems += [f"plan.json: recompute names {name!r}, but the program has no such block" for name in unknown]
     wrong: dict[tuple[str, str, str], list[str]] = {}
@@ -70,8 +75,8 @@ def _planned(recompute: str | Mapping[str, str], blocks: Sequence[str]) -> tuple
     return found, unknown
 
 
-def _called(program: Manifest, package: str, stage: StageInterface) -> dict[str, str]:
-    """Return by which function each block of a stage is recomputed; an empty name: by none."""
+def _called(program: Manifest, package: str, stage: StageInterface) -> tuple[dict[str, str], dict[str, str]]:
+    """Return by which function each block of a stage is recomputed, an empty name: by none; and its class."""
     module = build_stage(package, stage, torch.device("meta"), program.mode == "train")
     paths = {each: path for path, each in module.named_modules() if type(each).__module__ == f"{package}.blocks"}
     outer = [path for path in paths.values() if not any(is_below(path, other) for other in paths.values())]
@@ -81,7 +86,7 @@ def _called(program: Manifest, package: str, stage: StageInterface) -> dict[str,
         with _watched(file) as calls:
             getattr(file, RECOMPUTED_UNITS)(module)
         found |= {paths[block]: name for block, name in calls if block in paths}
-    return found
+    return found, {path: type(each).__name__ for each, path in paths.items()}
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class Packed(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
-        self.blocks = nn.ModuleList([Attention(kind == "shifted", heads) for _ in range(2)])
+        self.register_buffer("documents", torch.arange(LENGTH)[None] // 10)
+        self.blocks = nn.ModuleList([Attention(kind == "shifted", heads) for _ in range(3)])
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         ends = ids == END
@@ -70,6 +71,8 @@ class Packed(nn.Module):
         documents = ends.cumsum(-1)
         if self.kind == "shifted":  # the token that ends a document is its last
             documents = F.pad(documents[:, :-1], (1, 0))
+        elif self.kind == "of a buffer":
+            documents = self.documents
         elif self.kind == "over the batch":
             documents = ends.flatten()[None].cumsum(-1).view(-1, LENGTH)
         elif self.kind in ("any numbers", "window over any"):
@@ -82,7 +85,10 @@ class Packed(nn.Module):
         if self.kind == "padding":
             mask = mask & (ids != 5)[:, None]
         x = self.embed(ids)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if self.kind == "of hidden values" and number == 1:  # a stage sends them to the next
+                documents = x.argmax(-1) % 4
+                mask = (documents[:, :, None] == documents[:, None, :]) & causal
             x = block(x, mask[:, None])
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
@@ -95,6 +101,8 @@ KINDS = {
     "window": True,
     "window over any": True,
     "over the batch": True,
+    "of a buffer": True,
+    "of hidden values": True,
     "padding": False,
 }
 """Whether documents are proved."""
@@ -121,9 +129,11 @@ def program(kind: str, heads: int) -> gp.Program:
 
 def parts(kind: str, plan: str) -> gp.Parts:
     traced = program(kind, 1 if "cp" in plan else 2)  # one that no axis divides
-    made = gp.partition(traced, gp.plan(traced, **PLANS[plan]))
+    chosen = {"split": ["blocks.2"]} if plan == "pp" and kind == "of hidden values" else {}
+    made = gp.partition(traced, gp.plan(traced, **PLANS[plan], **chosen))
     called = "balanced_packed_attention(" if "cp" in plan else "packed_attention("
-    assert (called in made.files["blocks.py"]) == KINDS.get(kind, True), kind
+    text = "".join(text for name, text in made.files.items() if name.startswith(("blocks", "stage")))
+    assert (called in text) == KINDS.get(kind, True), kind
     return made
 
 
@@ -132,7 +142,7 @@ def test_rows_of_documents_train_as_in_the_model() -> None:
     check_parts(
         [
             parts("transformers", "tp"), parts("ends", "pp"), parts("shifted", "dp_shard"), parts("before itself", "cp"),
-            parts("any numbers", "cp"), parts("window", "cp"), parts("sliding", "tp"),
+            parts("any numbers", "cp"), parts("window", "cp"), parts("sliding", "tp"), parts("of hidden values", "pp"),
         ]
     )  # fmt: skip
 
@@ -198,6 +208,18 @@ def test_a_document_sees_nothing_of_another(
         found = on_ranks(functools.partial(own, window=window), ranks, [emitted, collectives])
         for parts, whole in zip(zip(*found), (expected, *gradients)):
             torch.testing.assert_close(torch.cat(parts, 2), whole)
+
+
+def test_documents_that_are_written_are_found_again() -> None:
+    documents, x = torch.zeros(1, 8, dtype=torch.int64), torch.randn(1, 2, 8, 4)
+    before = packed_attention(x, x, x, documents)
+    documents.copy_(torch.arange(8) // 4)
+    assert not torch.equal(before, packed_attention(x, x, x, documents))
+
+
+def test_documents_of_a_buffer_are_read_in_each_forward() -> None:
+    text = parts("of a buffer", "one device").files["stage_0.py"]
+    assert "self.documents.clone()" in text
 
 
 def test_ranks_have_queries_of_as_much_work(monkeypatch: pytest.MonkeyPatch) -> None:

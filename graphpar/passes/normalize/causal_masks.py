@@ -100,6 +100,7 @@ class Masks:
         self.program = program
         self._lengths: dict[int, _Values] = {}
         self._known: dict[tuple[fx.Node, ...], int | None] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
 
     def is_causal(self, mask: fx.Node, length: int | str) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.

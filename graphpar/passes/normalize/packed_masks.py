@@ -47,14 +47,32 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
     if found_documents is None:
         return False
     documents, window = found_documents
-    if sizes(documents) not in ([1, length], [shapes[0][0], length]):
+    (batch, heads, *_), (of_keys, groups, *_), (of_values, others, *_) = shapes
+    if sizes(documents) not in ([1, length], [batch, length]) or not batch == of_keys == of_values or groups != others:
+        return False
+    if groups not in (heads, 1) and not literal(node, "enable_gqa"):
         return False
     plain = without_mask(node)
     once = without_repeats(plain) or plain
-    given = {name: literal(once, name) for name in ("scale", "enable_gqa")} | {"window": window}
+    grouped = sizes(once.args[1])[1] != heads  # one head of keys is that of all queries, also where nobody says so
+    given = {"scale": literal(once, "scale"), "enable_gqa": grouped, "window": window}
     options = {name: value for name, value in given.items() if value not in (None, False)}
-    insert_call(once, emitted.packed_attention, (*once.args[:3], documents), options)
+    insert_call(once, emitted.packed_attention, (*once.args[:3], _read_anew(documents, masks)), options)
     return True
+
+
+def _read_anew(documents: fx.Node, masks: Masks) -> fx.Node:
+    """Return ``documents``, or a copy where they are a buffer: attention remembers what it found in a tensor, and a buffer is loaded."""
+    root = documents
+    while record_of(root).kind in (*_SHAPES, Kind.COPY):
+        root = _first(root)
+    if root.op != "get_attr":
+        return documents
+    if documents not in masks.copies:
+        with documents.graph.inserting_after(documents):
+            masks.copies[documents] = documents.graph.call_function(_aten.clone.default, (documents,))
+        masks.copies[documents].meta = dict(documents.meta)
+    return masks.copies[documents]
 
 
 def _documents_of(mask: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, int | None] | None:

@@ -216,6 +216,12 @@ def stage_function(package: str, stage: StageInterface, name: str) -> Callable[.
     return function
 
 
+def _anew(x: Tensor) -> Tensor:
+    """Return another tensor with the memory of ``x``, which is written again in the next step: layers may remember what they computed of
+    the tensor that they were given."""
+    return x if x.requires_grad else x.detach()
+
+
 class StageAdapter(nn.Module):
     """A stage as torch's ``PipelineStage`` wants it.
 
@@ -269,10 +275,13 @@ class StageAdapter(nn.Module):
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
         self._rewind()
+        received = tuple(map(_anew, received))
         interface = self.interface
         apart = self._interfaces[0].evaluated is not None and not self.stage.training
         run: Any = self.stage.evaluated if apart else self.stage
-        outputs = run(*received, **{name: inputs[KEYWORD + name] for name in interface.inputs + interface.counts})
+        outputs = run(
+            *received, **{name: _anew(inputs[KEYWORD + name]) for name in interface.inputs + interface.counts}
+        )
         if not self.interface.sends:
             delay("after_loss")
             outputs = outputs if self.share is None else outputs * self.share
