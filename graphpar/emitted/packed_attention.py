@@ -101,10 +101,10 @@ def _attend(
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads, width]
     with _disable_current_modes():  # recomputation counts the operators of a layer, and these run in one layer alone
         version = 0 if documents.is_inference() else documents._version
-        known, key = _known.setdefault(documents, {}), (axis, window, version)
-        if key not in known:
-            known[key] = _Pieces(documents.expand(query.size(0), -1), window, axis)
-        pieces = known[key]
+        known, which = _known.setdefault(documents, {}), (axis, window, version)
+        if which not in known:
+            known[which] = _Pieces(documents.expand(query.size(0), -1), window, axis)
+        pieces = known[which]
         found = (
             pieces.together() if _takes_all(query, value) and (window is None or pieces.in_order) else pieces.batches()
         )

@@ -449,7 +449,8 @@ class Pipeline(Stored):
     def infer(self, batch: Mapping[str, Any], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.
 
-        They are those of the whole global batch. For a program that was emitted for training this is the loss.
+        They are those of the whole global batch. For a program that was emitted for training this is the loss, in training mode, so buffers
+        that the forward writes are written; :meth:`eval` leaves them.
         """
         return self._forward([batch], self.steps_done if step is None else step, ModelOutputs(self._own, False, {}))
 

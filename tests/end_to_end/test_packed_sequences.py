@@ -84,6 +84,8 @@ class Packed(nn.Module):
             mask = mask & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
         if self.kind == "padding":
             mask = mask & (ids != 5)[:, None]
+        if self.kind == "filled":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
         x = self.embed(ids)
         for number, block in enumerate(self.blocks):
             if self.kind == "of hidden values" and number == 1:  # a stage sends them to the next
@@ -102,6 +104,7 @@ KINDS = {
     "window over any": True,
     "over the batch": True,
     "of a buffer": True,
+    "filled": True,
     "of hidden values": True,
     "padding": False,
 }
@@ -149,7 +152,12 @@ def test_rows_of_documents_train_as_in_the_model() -> None:
 
 def test_other_masks_stay() -> None:
     check_parts(
-        [parts("padding", "one device"), parts("window over any", "one device"), parts("over the batch", "one device")]
+        [
+            parts("padding", "one device"),
+            parts("window over any", "one device"),
+            parts("filled", "one device"),
+            parts("over the batch", "one device"),
+        ]
     )
 
 

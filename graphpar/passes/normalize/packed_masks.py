@@ -101,11 +101,24 @@ def conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
         mask = _first(mask)
     if is_call(mask, "where") and len(mask.args) == 3 and filled(mask.args[1]) == 0 and hides(mask.args[2]):
         yield from conjuncts(_first(mask), length)
+    elif (kept := _kept(mask)) is not None:
+        yield from conjuncts(kept, length)
     elif is_call(mask, "bitwise_and", "logical_and", "__and__") and value_of(mask).dtype == torch.bool:
         for part in mask.all_input_nodes:
             yield from conjuncts(part, length)
     else:
         yield mask
+
+
+def _kept(mask: fx.Node) -> fx.Node | None:
+    """Return the mask of booleans that shows where another one, ``zeros.masked_fill(~shown, -inf)``, is zero; None where it is not that."""
+    if not is_call(mask, "masked_fill", "where") or len(mask.args) != 3:
+        return None
+    zero, hidden, value = mask.args if is_call(mask, "masked_fill") else (mask.args[2], mask.args[0], mask.args[1])
+    without = filled(zero) == 0 or is_call(zero, "zeros", "zeros_like", "new_zeros")
+    negated = isinstance(hidden, fx.Node) and is_call(hidden, "bitwise_not", "logical_not")
+    shown = _first(hidden) if negated else None  # type: ignore[arg-type]
+    return shown if without and hides(value) and shown is not None and value_of(shown).dtype == torch.bool else None
 
 
 def _equal(mask: fx.Node, length: int) -> tuple[fx.Node, fx.Node] | None:

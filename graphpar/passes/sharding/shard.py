@@ -55,9 +55,11 @@ def in_chunks(found: Sharded, tokens: int | None) -> Sharded:
         return found
     sharding, local = replace(found.sharding, loss_chunk=tokens), with_chunks(found.local, tokens)
     if not any(isinstance(node.target, Chunked) for node in local.graph.nodes):
+        axes = ", ".join(f"{axis}={degree}" for axis, degree in sharding.all_degrees.items())
+        where = f" as the plan divides it ({axes}), which may gather its logits" if axes else ""
         raise GraphparError(
-            f"loss_chunk: {found.program.name} has no head from which on each token is computed alone, up to a sum over tokens, on "
-            f"{', '.join(f'{axis}={degree}' for axis, degree in sharding.all_degrees.items()) or 'one device'}; leave it out, or give 0."
+            f"loss_chunk: {found.program.name} has no head from which on each token is computed alone, up to a sum over tokens{where}; "
+            "leave it out, or give 0."
         )
     return replace(found, sharding=sharding, local=local, units=RankUnits(local, sharding.all_degrees, found.units))
 
