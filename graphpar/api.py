@@ -164,7 +164,7 @@ def _exported(
         def at_size(size: int, whole: int | None) -> Program:
             again = run_passes(retrace(size, whole), row_list, skip=skip)[0]
             again.source, again.retrace = raw.source, at_size
-            again.lengths, again.at_length = raw.lengths, at_length
+            again.lengths, again.at_length = raw.lengths, program.at_length
             return _retraced_with(again)
 
         program.retrace = at_size

@@ -268,11 +268,11 @@ class EveryPlan:
             own = sorted({action.stage for cell in row for action in cell})
             if way.microbatches * sum(shortest[place].forward + shortest[place].backward for place in own) >= below:
                 return
-            fixed, beside = prices.fixed_bytes(plain, own, way.rows, way.microbatches)
+            fixed, beside, end = prices.fixed_bytes(plain, own, way.rows, way.microbatches)
             able = []
             for chosen in itertools.product(*(self.choices(way, *runs[place]) for place in own)):
                 most = most_kept({place: each.kept for place, each in zip(own, chosen)}, row)
-                nbytes = in_all(fixed, beside, most, max(each.on_top for each in chosen))
+                nbytes = in_all(fixed, beside, most, max(*(each.on_top for each in chosen), end - most))
                 if nbytes <= room:
                     able.append((nbytes, dict(zip(own, chosen))))
             options.append(_fastest(able))

@@ -270,15 +270,17 @@ class StepPrices:
         found = []
         for row in self.actions(len(stages), microbatches, schedule):
             own = sorted({action.stage for cell in row for action in cell})
-            fixed, beside = self.fixed_bytes(stages, own, rows, microbatches)
+            fixed, beside, end = self.fixed_bytes(stages, own, rows, microbatches)
             most = most_kept({place: kept_bytes(stages[place], rows) for place in own}, row)
-            gradients, last = self._gradients([stages[place] for place in own], microbatches)
-            on_top = max(*(on_top_bytes(stages[place], rows) for place in own), last - gradients - most)
-            found.append(in_all(fixed + gradients, beside, most, on_top))
+            on_top = max(*(on_top_bytes(stages[place], rows) for place in own), end - most)
+            found.append(in_all(fixed, beside, most, on_top))
         return found
 
-    def fixed_bytes(self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int) -> tuple[int, int]:
-        """What a rank with the stages ``own`` holds for the whole step; buckets and what is gathered apart."""
+    def fixed_bytes(
+        self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int
+    ) -> tuple[int, int, int]:
+        """What a rank with the stages ``own`` holds for the whole step; buckets and what is gathered apart; what is more of gradients when
+        the last are summed, and nothing is kept."""
         units = [unit for place in own for unit in stages[place]]
         messages = sum(_arriving(stages, place, rows) + _coming_back(stages, place, rows) for place in own)
         messages *= microbatches
@@ -289,7 +291,9 @@ class StepPrices:
         buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
         state = self._state([stages[place] for place in own])
         beside = self._buckets(stages, own) + self._whole(stages, own)
-        return state + sum(buffers.values()) + sum(inputs.values()) + messages, beside
+        gradients, last = self._gradients([stages[place] for place in own], microbatches)
+        fixed = state + gradients + sum(buffers.values()) + sum(inputs.values()) + messages
+        return fixed, beside, last - gradients
 
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""

@@ -237,7 +237,7 @@ def test_a_file_leaves_out_what_is_as_usual() -> None:
             "prefetch",
             "prefetch_distance",
         ),
-        *("sp", "loss_parallel"),
+        *("sp", "loss_parallel", "seq"),
         *("overlap_tp", "offload", "compile", "reduce_dtype", "output_dtype", "keep_fp32", "actions", "cluster"),
     }
     assert (record["zero"], record["recompute"], record["sharding"]) == (0, "full", {})
