@@ -192,7 +192,10 @@ def attention_of(node: fx.Node) -> Attention:
     shape, keys = sizes_of(query), sizes_of(key)
     width = (shape[-1].number + sizes_of(value)[-1].number) / 2
     causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
-    causal |= operator_name(node).endswith("packed_attention")  # at most: shorter documents take less
+    causal |= operator_name(node) in (
+        "packed_attention",
+        "balanced_packed_attention",
+    )  # at most: shorter documents take less
     itemsize = value_of(query).dtype.itemsize
     return Attention(Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, itemsize)
 

@@ -46,11 +46,7 @@ def packed_attention(
 
     query [b, h, s, e], key [b, g, s, e], value [b, g, s, f], documents [b or 1, s] -> [b, h, s, f]
     """
-    if not _on_hand(documents):
-        shown = _shown(documents, window).unsqueeze(1)
-        return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=enable_gqa)
-    result = _attend(query, key, value, documents, "", window, scale, enable_gqa)
-    return result.view(query.size(0), -1, *result.shape[1:]).transpose(1, 2)
+    return _attend(query, key, value, documents, "", window, scale, enable_gqa)
 
 
 def balanced_packed_attention(
@@ -64,14 +60,9 @@ def balanced_packed_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """query, key, value S(2) -> S(2): :func:`packed_attention` of the whole row, ``documents`` [b or 1, s] those of all of it."""
-    if size(axis) == 1:
-        return packed_attention(query, key, value, documents, window, scale, enable_gqa)
-    key, value = (all_gather(x, axis, 2) for x in (key, value))
-    if not _on_hand(documents):
-        shown = _shown(documents, window).narrow(1, rank(axis) * query.size(2), query.size(2)).unsqueeze(1)
-        return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=enable_gqa)
-    result = _attend(query, key, value, documents, axis, window, scale, enable_gqa)
-    return result.view(query.size(0), -1, *result.shape[1:]).transpose(1, 2)
+    if size(axis) > 1:
+        key, value = (all_gather(x, axis, 2) for x in (key, value))
+    return _attend(query, key, value, documents, axis if size(axis) > 1 else "", window, scale, enable_gqa)
 
 
 def _on_hand(documents: Tensor) -> bool:
@@ -97,7 +88,11 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """[b, h, q, e], keys and values of all ranks -> [b * q, h, f]"""
+    """[b, h, q, e], keys and values of all ranks -> [b, h, q, f]; ``axis``: over which queries are sharded, or none"""
+    if not _on_hand(documents):
+        begin = rank(axis) * query.size(2) if axis else 0
+        shown = _shown(documents, window).narrow(1, begin, query.size(2)).unsqueeze(1)
+        return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=enable_gqa)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads, width]
     with _disable_current_modes():  # recomputation counts the operators of a layer, and these run in one layer alone
         version = 0 if documents.is_inference() else documents._version
@@ -111,10 +106,10 @@ def _attend(
     if pieces.moves is not None:
         rows[0] = send_rows(rows[0].index_select(0, pieces.moves.leaving), axis, pieces.moves.exchange)
     take = _in_one_call if isinstance(found, _Row) else _by_length
-    result = take(rows, found, window, scale, enable_gqa)
+    result: Tensor = take(rows, found, window, scale, enable_gqa)
     if pieces.moves is not None:
         result = return_rows(result, axis, pieces.moves.exchange).index_select(0, pieces.moves.back)
-    return result
+    return result.view(query.size(0), -1, *result.shape[1:]).transpose(1, 2)
 
 
 class _Row(NamedTuple):

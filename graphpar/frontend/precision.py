@@ -44,7 +44,9 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     for pattern in patterns:
         matched = matching(pattern, modules)
         if not matched:
-            raise GraphparError(f"keep_fp32: the pattern {pattern!r} matches no module.{near_match(pattern, modules)}")
+            ends = {f"**.{path.rpartition('.')[2]}" for path in modules}  # of which paths a pattern may be short
+            hint = near_match(pattern, modules) or near_match(f"**.{pattern}", ends)
+            raise GraphparError(f"keep_fp32: the pattern {pattern!r} matches no module.{hint}")
         found |= {path: modules[path] for path in matched}
     found = {path: module for path, module in found.items() if not any(is_below(path, other) for other in found)}
     inside = {

@@ -36,9 +36,14 @@ def check_sequences(solution: Solution, pins: SearchConstraints) -> None:
             lengths = [size for size in shape[1:-1] if isinstance(size, int)]
             uneven = operator_name(product.node) == "linear" and any(length % degree for length in lengths)
             if uneven and not divides_rows(solution.choices[product], product, place):
+                remedy = (
+                    "pad the sequence"
+                    if problem.program.lengths is None
+                    else "end the range of lengths at a multiple of it"
+                )
                 raise GraphparError(
                     f"Mesh {axis}={degree} divides sequences, but not the {' x '.join(map(str, lengths))} rows of an example that "
-                    f"{module_path(product.node) or name} takes; take a degree that does, pad the sequence, or leave it out."
+                    f"{module_path(product.node) or name} takes; take a degree that does, {remedy}, or leave it out."
                 )
         if not any(divides_rows(choice, product, place) for product in products for choice in product.choices):
             shapes = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in problem.program.inputs)
