@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> Result:
         return Result(data, show)
     if not options.json:
         show(stdout_console())  # before the steps, which are printed as they end
-    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=bool(options.compile))
+    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=options.compile)
     return Result(data, lambda console: run_command.show(ran, console))
 
 

@@ -201,7 +201,8 @@ GENERATION = ("prompt", "tokens", "tokenizer", "max-new-tokens", "sample", *_DRA
 def _run(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", help="the emitted folder")
     parser.add_argument("--steps", type=count, help="optimizer steps (default: 10)")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                        help="compile the blocks with torch.compile, or not (default: as planned, on such devices)")
     parser.add_argument("--alone", type=whole, metavar="RANK",
                         help="run this rank only, without the others: its seconds and memory next to the prediction")
     texts = parser.add_argument_group("programs for generation (--mode generate)")

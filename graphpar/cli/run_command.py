@@ -41,7 +41,7 @@ from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, STEPS
 from graphpar.runtime.plan_record import kept_report
 from graphpar.runtime.rendezvous import on_gpus
-from graphpar.runtime.stages.compiled import check_compiles
+from graphpar.runtime.stages.compiled import backend_of, check_compiles
 from graphpar.runtime.stages.modules import check_files
 from graphpar.text import bytes_text, plural, seconds_text
 
@@ -72,7 +72,7 @@ def launch(
     steps: int | None = None,
     timeout_s: float = 3600,
     *,
-    compile: bool = False,
+    compile: bool | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
@@ -81,7 +81,7 @@ def launch(
 
     Args:
         steps: 10 by default.
-        compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
+        compile: whether ``torch.compile`` compiles the blocks, by default as planned; refused before anything starts where it can't.
         generation: options of a program for generation, by name.
     """
     program, plan = read_program(folder)
@@ -90,7 +90,7 @@ def launch(
         raise GraphparError(
             f"--{next(iter(generation))} is for programs compiled with --mode generate; this one is for {program.mode}."
         )
-    if generates and (steps is not None or compile):
+    if generates and (steps is not None or compile is not None):
         raise GraphparError(
             f"{'--steps' if steps is not None else '--compile'} is not for generation; see --prompt and --tokens."
         )
@@ -101,8 +101,9 @@ def launch(
     check_files(program)
     generation = checked(dict(generation or {}), folder, program) if generates else {}
     devices = program.world_size
-    if compile:
-        check_compiles(program, "inductor", torch.device("cuda" if on_gpus(devices) else "cpu"))
+    device = torch.device("cuda" if on_gpus(devices) else "cpu")
+    if (backend := backend_of(program, compile, device.type)) is not None:
+        check_compiles(program, backend, device)
     with reading_report(folder / "plan.json"):
         predicted = prediction(folder, plan, devices)
     if not {"weights", "checkpoint"} & set(generation):
@@ -114,7 +115,8 @@ def launch(
     )
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
-        arguments = ["--steps", str(steps), "--json", str(history), *(["--compile"] if compile else [])]
+        given = [] if compile is None else ["--compile" if compile else "--no-compile"]
+        arguments = ["--steps", str(steps), "--json", str(history), *given]
         if generates:
             arguments = ["--json", str(history), *script_arguments(generation)]
         elif (folder / "batch.safetensors").is_file():  # else train.py makes random batches

@@ -237,6 +237,8 @@ class Manifest(Decisions, Interface):
     """How many positions of its sequences are padding."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
+    device_kind: str | None = None
+    """The kind of device that the plan is for; None where it was made for a mesh alone."""
 
     @property
     def count_names(self) -> tuple[str, ...]:
@@ -371,6 +373,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     plan.optional("torch", str, None)  # for people alone
     interface = read(Interface, plan.record("interface"))
     sharding = plan.record("sharding") if plan.has("sharding") else Record({}, str(path))
+    cluster = plan.optional("cluster", (dict, NoneType), None) or {}
     if len(record.stages) != len(interface.stages):
         raise RuntimeProgramError(
             f"{path}: {len(record.stages)} stages are placed, but {len(interface.stages)} have an interface"
@@ -393,6 +396,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=under_every_name(record.parameters, interface.ties),
         placed=tuple(degrees_of(sharding, "axes")) if sharding.has("axes") else (),
         model_file=plan.optional("model_file", (str, NoneType), None),
+        device_kind=cluster.get("device", {}).get("kind"),
         **given,
         **record.decisions,
     )

@@ -389,7 +389,7 @@ class Decisions:
         'both, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload,
     )
     compile: bool | Any = option(
-        FLAG, "take a plan whose blocks torch.compile can compile, priced with fused operators; with --run, compile them",
+        FLAG, "torch.compile compiles the blocks of the program: the plan is one that it can compile, priced with fused operators",
         group="output", usual=False, about="leave out what compiled blocks don't support: schedules that split backwards, and "
         "recomputation of a part of their results. Prices are those of fused operators; memory is counted as without.",
         beside_plan=True,

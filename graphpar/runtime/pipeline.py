@@ -60,14 +60,19 @@ class Pipeline(Stored):
         device: where this rank computes.
         seed: of the random streams (dropout).
         compile: whether ``torch.compile`` compiles the blocks, or with which of its backends; the first steps take longer then. Not for
-            schedules that split backwards in two.
+            schedules that split backwards in two. By default as planned, on the kind of device that was planned for.
 
     Raises:
         RuntimeProgramError: the folder is broken, the number of ranks is not the plan's, or its blocks can't be compiled.
     """
 
     def __init__(
-        self, folder: str | Path, device: torch.device | str = "cpu", seed: int = 0, *, compile: bool | str = False
+        self,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        *,
+        compile: bool | str | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.seed = seed
@@ -77,7 +82,7 @@ class Pipeline(Stored):
         with agreed():
             self.program = load_manifest(folder)
             check_size(dist.get_world_size(), self.program.mesh, self.program.folder / SCRIPTS[self.program.mode])
-            self._backend = backend_of(compile)
+            self._backend = backend_of(self.program, compile, self.device.type)
             if self._backend is not None:
                 check_compiles(self.program, self._backend, self.device)
         with agreed():

@@ -134,7 +134,7 @@ def test_a_plan_for_compiled_blocks_says_so_and_is_priced_so() -> None:
     assert gp.estimate(program, again).step_time_s == plan.predicted.step_time_s
     assert gp.estimate(program, replace(again, compile=False)).step_time_s > plan.predicted.step_time_s
     parts, others = gp.partition(program, plan), gp.partition(program, replace(plan, compile=False))
-    said = "fused by torch.compile (run with --compile); memory as without it"
+    said = "fused by torch.compile; memory as without it"
     assert [each.report["assumed"]["operators"] for each in (parts, others)] == [said, "not fused"]
     assert said in parts.files["report.html"]
     emitted = [{name: text for name, text in each.files.items() if name.endswith(".py")} for each in (parts, others)]

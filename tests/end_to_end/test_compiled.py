@@ -24,7 +24,7 @@ from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weight
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.schedule_records import SCHEDULES
-from graphpar.runtime.stages.compiled import check_compiles
+from graphpar.runtime.stages.compiled import backend_of, check_compiles
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 from graphpar.verification.tolerances import PRECISIONS
 from tests.ranks import compiled_script
@@ -221,6 +221,22 @@ def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
         RuntimeProgramError, match=r"loses collectives in blocks that it compiles; use torch 2\.13 or later"
     ):
         check_compiles(manifest, "inductor", torch.device("cpu"))
+
+
+def test_a_program_is_compiled_as_planned(tmp_path: Path) -> None:
+    program = example("gpt")
+    plans = {
+        "of a mesh": gp.plan(program, mesh={"pp": 2}, compile=True),
+        "of GPUs": gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64, compile=True),
+        "plain": gp.plan(program, mesh={"pp": 2}),
+    }
+    programs = {name: load_manifest(gp.partition(program, plan).save(tmp_path / name)) for name, plan in plans.items()}
+    found = {name: [backend_of(each, None, device) for device in ("cpu", "cuda")] for name, each in programs.items()}
+    assert found == {"of a mesh": ["inductor"] * 2, "of GPUs": [None, "inductor"], "plain": [None] * 2}
+    asked = {
+        compile: {backend_of(each, compile, "cpu") for each in programs.values()} for compile in (True, False, "eager")
+    }
+    assert asked == {True: {"inductor"}, False: {None}, "eager": {"eager"}}
 
 
 def test_the_search_takes_a_plan_that_can_be_compiled() -> None:

@@ -82,7 +82,7 @@ class Measured:
     finite: bool
 
 
-def measure(folder: str | Path, rank: int, steps: int = 3, *, compile: bool | str = False) -> Measured:
+def measure(folder: str | Path, rank: int, steps: int = 3, *, compile: bool | str | None = None) -> Measured:
     """Run ``steps`` steps of one rank of an emitted program, with none of the others.
 
     Weights are drawn, batches made by ``random_example`` of the program's script, and the optimizer is the program's.

@@ -105,7 +105,11 @@ def infer_arguments(description: str) -> argparse.Namespace:
 
 def _add_common(parser: argparse.ArgumentParser, saved: str, recorded: str) -> None:
     parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the blocks with torch.compile (default: as planned)",
+    )
     parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=input_file, help="safetensors file with one batch, used for every step")
     parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")

@@ -189,7 +189,7 @@ def _run(folder: Path, ranks: Ranks) -> None:
 
 def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
     torch.manual_seed(job["seed"])
-    with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
+    with Pipeline(job["program"], ranks.device, seed=job["seed"], compile=False) as pipeline:
         if job.get("loss_scale") is not None:
             pipeline.loss_scale = job["loss_scale"]
         pipeline.load_weights(job["weights"])

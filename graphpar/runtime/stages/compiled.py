@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
@@ -30,8 +31,14 @@ WHOLE = ("none", "full")
 """What compiled blocks may recompute."""
 
 
-def backend_of(compile: bool | str) -> str | None:
-    """Return the backend that is meant; None: blocks run as they are."""
+def backend_of(program: Manifest, compile: bool | str | None, device: str) -> str | None:
+    """Return the backend that is meant on this kind of device; None: blocks run as they are.
+
+    Args:
+        compile: None: as the plan has it, on the kind of device that it is for.
+    """
+    if compile is None:
+        compile = program.compile and program.device_kind in (None, device) and program.mode != GENERATE
     return ("inductor" if compile else None) if isinstance(compile, bool) else compile
 
 
@@ -80,7 +87,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
     if not COMPILES_COLLECTIVES and (program.folder / "collectives.py").is_file():
         raise RuntimeProgramError(
-            f"torch {torch.__version__} loses collectives in blocks that it compiles; use torch 2.13 or later, or leave compile out"
+            f"torch {torch.__version__} loses collectives in blocks that it compiles; use torch 2.13 or later, or run with --no-compile"
         )
     cells = (cell for row in (program.actions or {}).values() for cell in row)
     reason = obstacle(program.schedule, cells, program.recompute, program.offload)
@@ -93,7 +100,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             cpp_builder.get_cpp_compiler()
         except Exception as error:
             raise RuntimeProgramError(
-                f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
+                f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or run with --no-compile"
             ) from error
 
 
@@ -125,8 +132,8 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as error:
             raise RuntimeProgramError(
-                f"torch.compile can't compile {type(module).__name__} as one graph; leave compile out, or change the code that it can't "
-                f"trace (a custom operator needs torch.library.register_fake): {error}"
+                f"torch.compile can't compile {type(module).__name__} as one graph; run with --no-compile, or change the code that it "
+                f"can't trace (a custom operator needs torch.library.register_fake): {error}"
             ) from error
 
     return forward
