@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ DTYPE_NAMES = ("fp32", "bf16", "fp16")
 """The dtypes in which a program computes, stores parameters and sums gradients."""
 DROPOUTS = ("exact", "kernel")
 """How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
-OFFLOADS = ("optimizer", "activations")
-"""What may live in the host's memory: the optimizer's state, and what blocks keep between forward and backward."""
+OFFLOADS = ("optimizer", "activations", "params")
+"""What may live in the host's memory: the optimizer's state, what blocks keep between forward and backward, and shards of parameters with
+their gradients and the optimizer's state."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
 RESHARD = ("default", "always", "never")
@@ -194,8 +195,13 @@ def _checked_offload(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple):
         names = [names]
     for each in names:
-        one_of(OFFLOADS, name, each, ", or both, separated by a comma")
-    return tuple(each for each in OFFLOADS if each in names)
+        one_of(OFFLOADS, name, each, ", or several, separated by commas")
+    return on_host(names)
+
+
+def on_host(names: Collection[str]) -> tuple[str, ...]:
+    """Return what lives in the host's memory, in order; the optimizer's state is part of ``params``."""
+    return tuple(each for each in OFFLOADS if each in names and not (each == "optimizer" and "params" in names))
 
 
 def _checked_patterns(name: str, value: Any) -> tuple[str, ...]:

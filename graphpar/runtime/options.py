@@ -237,6 +237,12 @@ def _legal_offload(offload: tuple[str, ...], given: Decisions, mesh: Mesh, mode:
         raise GraphparError(
             f"offload=activations is unsupported with recompute={other}; take recompute={' or '.join(BESIDE_OFFLOAD)}."
         )
+    level = level_of(mesh, given.zero)
+    if "params" in offload and (mesh.shards == 1 or level < 2):
+        raise GraphparError(
+            f"offload=params stores shards of parameters and gradients on the host; with {mesh.state_text} and zero={level} they are not "
+            "sharded. Give mesh dp_shard=2 or more, or cp=2, and zero=2 or 3; or take offload=optimizer."
+        )
 
 
 def _legal_reduce_dtype(dtype: str, given: Decisions, mesh: Mesh, mode: str) -> None:
@@ -383,10 +389,12 @@ class Decisions:
         "both, by the search.", legal=_legal_on_tp("loss_parallel"), over=("tp",),
     )
     offload: tuple[str, ...] | Any = option(
-        OFFLOADED, "what is stored in host memory: optimizer (its state), activations (of blocks), or optimizer,activations",
+        OFFLOADED, "what is stored in host memory: optimizer (its state), activations (of blocks), params (shards of parameters, gradients "
+        "and the optimizer's state), or several: optimizer,activations",
         group="pins", metavar="WHAT", usual=(), about='what is stored in the memory of each device\'s host: ``"optimizer"`` (its state, '
-        'which comes to the device a piece at a time to be updated), ``"activations"`` (what blocks save between forward and backward), or '
-        'both, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload,
+        'which comes to the device a piece at a time to be updated), ``"activations"`` (what blocks save between forward and backward), '
+        '``"params"`` (with ``zero`` 2 and 3 shards of parameters and gradients, and the optimizer\'s state: the host updates them), or '
+        'several, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload, over=("dp_shard",),
     )
     compile: bool | Any = option(
         FLAG, "torch.compile compiles the blocks of the program: the plan is one that it can compile, priced with fused operators",

@@ -104,7 +104,7 @@ class Pipeline(Stored):
                 self._microbatches = Microbatches(own.adapters, own.casts, self._parameters, self.device, self._scale)
                 ran = self._microbatches.torch_stages
                 watch(own.named(), ran, self.rank, self.device, self.program.world_size)
-                self._places = Places(self.stages, self.device)
+                self._places = Places(self.stages, self.device, own.home if "params" in self.program.offload else None)
             self._branches = Branches(self.program, self.stages, self.device)
             self._gradients = Gradients(self._parameters, self.device)
             self._optimizers = Optimizers(
@@ -169,6 +169,7 @@ class Pipeline(Stored):
 
     def offload(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer that :meth:`optimizer` has not made where the plan has it: in the host's memory, or nowhere else.
+        With ``offload=params`` it is there by itself.
 
         Raises:
             RuntimeProgramError: it may update several parameters together.
@@ -317,6 +318,7 @@ class Pipeline(Stored):
             if self.program.scales_loss:
                 self._scale.update(finite)
         self._parameters.end_step()
+        self._places.check_shards("after the backward")
         return loss
 
     def assert_idle(self) -> None:

@@ -41,6 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 3, recomputed": {"mesh": {"dp_shard": 2}, "zero": 3, "recompute": {"layers.0": "full"}},
     "zero 3 under pp2": {"mesh": {"dp_shard": 2, "pp": 2}, "zero": 3, "schedule": "1F1B", "microbatch_size": 1},
     "dp2 x tp2": {"mesh": {"dp_replicate": 2, "tp": 2}},
+    "zero 3, dp2": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "zero": 3, "microbatch_size": 1},
+    "zero 2 under tp2": {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 2, "microbatch_size": 1},
 }  # fmt: skip
 USUAL = ("tp2", "pp2 1F1B", "zero 1", "zero 2", "zero 3")
 
@@ -125,6 +127,27 @@ def test_the_numbers_are_those_without(pool: RankPool, tmp_path: Path, layout: s
 def test_the_numbers_are_those_without_under_more_plans(pool: RankPool, tmp_path: Path, layout: str) -> None:
     run(pool, tmp_path, layout)
     check(tmp_path)
+
+
+def check_params(pool: RankPool, root: Path, layout: str) -> None:
+    """Also in a program without: what FSDP2 moves to a host that is the device stays there, so that the numbers are its optimizer's."""
+    run(pool, root, layout, ["params", "optimizer"])
+    for name, other in (("away", "plain"), ("away_on", "plain"), ("plain_on", "plain")):
+        same(root, f"whole_{name}", f"whole_{other}")
+    assert all(each == {"away": [], "params": True, "sent": 0, "fetched": 0} for each in moved(root, "whole_away"))
+    assert all(each == {"away": []} for each in moved(root, "whole_plain"))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("layout", sample(["zero 2", "zero 3", "zero 3 under pp2"], 1))
+def test_shards_of_parameters_on_the_host(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    check_params(pool, tmp_path, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sample([each for each in LAYOUTS if each.startswith(("zero 2", "zero 3"))], 3))
+def test_shards_of_parameters_on_the_host_under_more_plans(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    check_params(pool, tmp_path, layout)
 
 
 @pytest.mark.costly

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.state import offloaded_state
-from graphpar.runtime.state.fully_sharded import local
+from graphpar.runtime.state.fully_sharded import local, shards_of
 from graphpar.runtime.state.host import pretended
 from tests.ranks import checkpoint_script as models
 
@@ -59,9 +59,13 @@ def train(case: dict[str, Any], rank: int, device: torch.device) -> None:
                         away.append(f"{names[parameter]}.{key}")
             if step + 1 == case.get("save_at"):
                 pipeline.save_checkpoint(case["save"], optimizer, step=step + 1)
+        forward = pipeline.infer(models.batch_of(case["kind"], end))
+        found |= {f"loss.forward.{name}": value for name, value in (forward or {}).items()}
         found |= {f"parameter.{name}": local(value).clone() for name, value in pipeline.state_dict().items()}
         host = pipeline.host
-        moved = {"sent": host.sent, "fetched": host.fetched} if host is not None else {}
+        moved: dict[str, object] = {"sent": host.sent, "fetched": host.fetched} if host is not None else {}
+        if any(shard.offload_to_cpu for stage in pipeline.stages for shard in shards_of(stage)):
+            moved["params"] = True
     save_file({name: value.contiguous() for name, value in found.items()}, f"{case['out']}_{rank}.safetensors")
     Path(f"{case['out']}_{rank}.json").write_text(json.dumps({**moved, "away": away}))
 

@@ -371,11 +371,11 @@ def merged(held: Mapping[str, Tensor], program: Manifest, groups: Groups) -> Ite
 def gathered(tensor: Tensor, name: str, program: Manifest, groups: Groups) -> Tensor:
     """Join the shards of a tensor on every rank that has one; a collective call of the axes that shard it."""
     spec = program.stored(name)
-    pieces = padded(tensor.detach()).contiguous().unsqueeze(0)
+    pieces = padded(tensor.detach()).to(groups.device).contiguous().unsqueeze(0)
     for axis in reversed(list(shard_places(spec, groups.degrees)[0])):  # the last axis varies fastest
         group = groups[axis]
         if group is not None:
             received = [torch.empty_like(pieces) for _ in range(groups.degrees[axis])]
             dist.all_gather(received, pieces, group=group)
             pieces = torch.cat(received)
-    return joined_all(pieces.unbind(), whole_shape(program, name, tensor), spec, groups.degrees)
+    return joined_all(pieces.to(tensor.device).unbind(), whole_shape(program, name, tensor), spec, groups.degrees)

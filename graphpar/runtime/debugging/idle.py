@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.state.fully_sharded import groups_of
+from graphpar.runtime.state.fully_sharded import groups_of, shards_of
 from graphpar.runtime.torch_versions import waits_for_reduce_scatter
 
 _QUEUES = {
@@ -70,10 +71,15 @@ def _never_removed(stage: PipelineStage, attribute: str) -> bool:
 
 
 class Places:
-    """Where the tensors of these stages are kept, found once, so that each step can check their device."""
+    """Where the tensors of these stages are kept, found once, so that each step can check their device.
 
-    def __init__(self, stages: Iterable[nn.Module], device: torch.device) -> None:
-        self._device = device
+    Args:
+        home: where shards of parameters and their gradients live between uses. Where it is given they are looked at before a step gathers
+            any, after each forward of a stage, and whenever a caller says so.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], device: torch.device, home: torch.device | None = None) -> None:
+        self._device, self._home = device, home or device
         self._slots = [
             (f"{path}.{name}" if path else name, slots, name)
             for stage in stages
@@ -81,6 +87,11 @@ class Places:
             for slots in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers))
             for name in slots
         ]
+        self._shards: list[tuple[str, Any]] = []
+        for stage in stages if home is not None else ():
+            names = {parameter: name for name, parameter in stage.named_parameters()}
+            self._shards += [(names[shard.sharded_param], shard) for shard in shards_of(stage)]
+            stage.register_forward_hook(lambda *_: self.check_shards("after a forward"))
 
     def check(self) -> None:
         """Check that no parameter or buffer was moved.
@@ -88,11 +99,29 @@ class Places:
         Raises:
             RuntimeProgramError: one is on another device.
         """
+        self.check_shards("before a gather")
         for name, slots, key in self._slots:
             if (tensor := slots.get(key)) is None:
                 continue
-            got, expected = tensor.device, self._device
-            if got.type != expected.type or expected.index not in (None, got.index):
+            expected = self._home if isinstance(tensor, DTensor) else self._device
+            if not _is_on(tensor, expected):
                 raise RuntimeProgramError(
-                    f"{name} is on the device {got}, but the program was built for {expected}; leave its stages where they are"
+                    f"{name} is on the device {tensor.device}, but the program was built for {expected}; leave its stages where they are"
                 )
+
+    def check_shards(self, when: str) -> None:
+        """Check that shards of parameters and their gradients are at home.
+
+        Raises:
+            RuntimeProgramError: one is on another device.
+        """
+        for name, shard in self._shards:
+            for what, tensor in (("shard", shard.sharded_param), ("gradient", shard.sharded_param.grad)):
+                if tensor is not None and not _is_on(tensor, self._home):
+                    raise RuntimeProgramError(
+                        f"the {what} of {name} is on the device {tensor.device} {when}; with offload=params leave it on {self._home}"
+                    )
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -8,7 +8,6 @@ receive from each other in the same order (nccl needs that), while other microba
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -183,8 +182,6 @@ def forward_only(
     """
     counts = {name: value for name, value in values.items() if name in program.count_names}
     inputs = {name: value for name, value in values.items() if name not in counts}
-    tensors = itertools.chain(values.values(), *(stage.parameters() for stage in stages))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     for stage in stages:
         stage.begin()
     sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -194,7 +191,7 @@ def forward_only(
         given = keywords({**batch, **counts})
         local: tuple[Tensor, ...] = ()
         for stage in stages:
-            received = _receive(program, stage, local, device, groups)
+            received = _receive(program, stage, local, groups)
             output = stage(*received, **given)
             local = output if isinstance(output, tuple) else (output,)
             if stage.interface.sends:
@@ -236,13 +233,11 @@ def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _receive(
-    program: Manifest, stage: StageAdapter, local: tuple[Tensor, ...], device: torch.device, groups: Groups
-) -> tuple[Tensor, ...]:
+def _receive(program: Manifest, stage: StageAdapter, local: tuple[Tensor, ...], groups: Groups) -> tuple[Tensor, ...]:
     index, rank = stage.interface.index, stage.interface.rank
     if index == 0 or program.stages[index - 1].rank == rank:
         return local if index else ()
-    received = tuple(example(spec, device).detach() for spec in stage.interface.receives)
+    received = tuple(example(spec, groups.device).detach() for spec in stage.interface.receives)
     for tensor in received:
         dist.recv(tensor, src=groups.rank_at(pp=program.stages[index - 1].rank), group=groups["pp"])
     return received

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.debugging import lone_group
@@ -179,9 +180,13 @@ def of_all_stages(
 
 
 def materialise(
-    module: nn.Module, device: torch.device, working: Mapping[str, torch.dtype] = MappingProxyType({})
+    module: nn.Module,
+    device: torch.device,
+    working: Mapping[str, torch.dtype] = MappingProxyType({}),
+    home: torch.device | None = None,
 ) -> None:
-    """Give every parameter and buffer memory on ``device``; those of ``working`` in these dtypes, with gradients in their own.
+    """Give every parameter and buffer memory on ``device``, shards on ``home``; those of ``working`` in these dtypes, with gradients in
+    their own.
 
     ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
     """
@@ -191,7 +196,8 @@ def materialise(
 
     def empty(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_like(tensor, device=device, dtype=dtypes.get(id(tensor)))
+            place = home if home is not None and isinstance(tensor, DTensor) else device
+            made[id(tensor)] = torch.empty_like(tensor, device=place, dtype=dtypes.get(id(tensor)))
             if isinstance(tensor, nn.Parameter):
                 made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=tensor.requires_grad)
                 if id(tensor) in dtypes:

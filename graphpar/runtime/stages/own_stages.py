@@ -41,9 +41,10 @@ class OwnStages:
 
     Args:
         backend: of ``torch.compile``, which compiles their blocks; None: they run as they are.
-        host: where what blocks keep is moved, if the plan says so.
+        host: where what the plan says is moved; None: nowhere, since the device is the host, or the plan says nothing.
 
     Attributes:
+        home: the device on which shards of parameters and their gradients live: the host's memory, or that of this rank's device.
         package: the name under which the emitted package is imported.
         modules, casts, adapters: of each stage: its module, how its parameters are cast, and what torch's pipeline runs of it.
 
@@ -60,6 +61,8 @@ class OwnStages:
         self.interfaces = program.stages_of(groups.place["pp"])
         moves = host is not None and "activations" in program.offload
         self._activations = OffloadedActivations(host) if host is not None and moves else None
+        self._shards_on_host = host is not None and "params" in program.offload
+        self.home = torch.device("cpu") if self._shards_on_host else device
         stored = [self._stored(interface) for interface in self.interfaces]
         self.modules, self.casts = [module for module, _ in stored], [casts for _, casts in stored]
         draw_in_one_kernel(self.package, device)
@@ -85,8 +88,8 @@ class OwnStages:
             self._activations.add(stage, list(blocks(stage, package)), casts)
         if program.fully_sharded:
             units = self._function(interface, "fully_shard_units")
-            fully_shard_stage(stage, units, self.groups, self._device, program)
-        materialise(stage, self._device, program.working)
+            fully_shard_stage(stage, units, self.groups, self._device, program, self._shards_on_host)
+        materialise(stage, self._device, program.working, self.home)
         hold_new_memory(stage)
         return stage, casts
 

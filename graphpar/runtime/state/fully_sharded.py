@@ -9,6 +9,9 @@
 FSDP2's own hooks would gather and reduce in every microbatch, and at wrong times where a backward is split. So a stage that
 the table gathers has none. (With a policy that frees parameters after each forward it keeps them, and the table only reduces.)
 
+With ``offload=params`` shards and their gradients live on the host (``CPUOffloadPolicy``): a shard is copied to the device when its unit is
+gathered, a gradient to the host when it is reduced, and the optimizer steps there.
+
 The parameters of such a stage are DTensors over the ranks that share state. What a rank computes with on the other axes (its tp shard) is
 the whole of such a DTensor; this module is where local tensors are taken out and put back.
 """
@@ -21,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,11 +43,13 @@ def fully_shard_stage(
     groups: Groups,
     device: torch.device,
     program: Manifest,
+    on_host: bool = False,
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over the ranks that share state.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
+        on_host: whether shards and their gradients live in the memory of the host of ``device``.
 
     Raises:
         RuntimeProgramError: it can't, since the function puts a parameter into two units.
@@ -60,6 +65,7 @@ def fully_shard_stage(
             reshard_after_forward=reshard_after_forward(program),
             shard_placement_fn=placed.get,
             ignored_params={parameter for name, parameter in named if name not in dims},
+            **({"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if on_host else {}),
         )
     except (AssertionError, RuntimeError, ValueError) as error:
         twice = [name for name, parameter in stage.named_parameters() if isinstance(parameter, DTensor)]
@@ -127,7 +133,7 @@ def begin_microbatch(stage: nn.Module, *, reduces: bool, frees: bool) -> None:
 
 def add_up(stage: nn.Module) -> None:
     """Add the gradients of a microbatch to those before it, in the dtype in which they are reduced."""
-    for parameter in _parameters(stage):
+    for parameter in shards_of(stage):
         if hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
@@ -135,7 +141,7 @@ def add_up(stage: nn.Module) -> None:
 
 def drop_gradients(stage: nn.Module) -> None:
     """Drop the gradients that were added up and not reduced."""
-    for parameter in _parameters(stage):
+    for parameter in shards_of(stage):
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
@@ -152,7 +158,7 @@ def _root(stage: nn.Module) -> Any:
     return stage._get_fsdp_state()
 
 
-def _parameters(stage: nn.Module) -> Iterator[Any]:
+def shards_of(stage: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's records of the parameters."""
     for module in _units(stage):
         for group in groups_of(module):
@@ -233,14 +239,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     """Return ``part``, this rank's part of a tensor, as ``parameter`` is stored."""
     if not isinstance(parameter, DTensor):
         return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]  # from_local would move it to the mesh's devices
 
 
 def padded(tensor: Tensor) -> Tensor:

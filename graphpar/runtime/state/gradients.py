@@ -99,6 +99,7 @@ class _Bucket:
     """Gradients that are summed by one all-reduce."""
 
     group: dist.ProcessGroup
+    device: torch.device  # of the ranks, on which sums are made wherever gradients live
     partials: list[_Partial]
     early: bool
     dtype: torch.dtype | None  # of the sum; None: that of the parameters
@@ -112,11 +113,19 @@ class _Bucket:
         self.flat = self._taken()
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it settles when the next one has started, so that the device holds two at most."""
+        return any(partial.copies[0].device.type != self.device.type for partial in self.partials)
+
     def settle(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums, and let those of gradients that live on the host go there."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+            assert self.flat is not None
+            if self.alone:
+                self.flat = self.flat.cpu()
 
     def _taken(self) -> Tensor:
         """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
@@ -124,7 +133,8 @@ class _Bucket:
         self.present = [part is not None for part in parts]
         delay("before_reduce")
         event("reduce")
-        flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        given = [_or_zero(part, partial) for part, partial in zip(parts, self.partials)]
+        flat = torch.cat([part.to(self.device).reshape(-1) for part in given])
         return flat if self.dtype is None else flat.to(self.dtype)
 
     def receive(self, has_gradient: Iterator[bool]) -> None:
@@ -134,7 +144,7 @@ class _Bucket:
         event("reduce_done")
         shapes = [local(partial.copies[0]).shape for partial in self.partials]
         for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
-            partial.total = gradient.to(partial.copies[0].dtype) if next(has_gradient) else None
+            partial.total = gradient.to(local(partial.copies[0])) if next(has_gradient) else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -143,6 +153,7 @@ class _UnitBucket(_Bucket):
 
     unit: Unit
     works: list[dist.Work] = field(default_factory=list)
+    alone = True
 
     def send(self) -> None:
         """Start to sum them to the ranks of the pieces."""
@@ -329,10 +340,15 @@ class Gradients:
             for indices in buckets([local(partial.copies[0]) for partial in trained]):
                 partials = [trained[i] for i in indices]
                 dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
-                self._buckets.append(_Bucket(total.group, partials, total.early, dtype))
+                self._buckets.append(_Bucket(total.group, self.device, partials, total.early, dtype))
         self._of_units = [
             _UnitBucket(
-                group, [_Partial(copies) for copies in unit.copies], self._early_units, self._reduce_dtype, unit=unit
+                group,
+                self.device,
+                [_Partial(copies) for copies in unit.copies],
+                self._early_units,
+                self._reduce_dtype,
+                unit=unit,
             )
             for unit in (() if accumulate else reversed(self._units))
             if (group := unit.groups["fsdp"]) is not None
@@ -408,7 +424,7 @@ class Gradients:
                 each.name: (self._rank,) * 2 for each, own in zip(total.partials, sums) if (own != own[0]).any()
             }
             if total.group is not None:
-                gathered = gather_tensors(torch.stack([own[0] for own in sums]), total.group)
+                gathered = gather_tensors(torch.stack([own[0].to(self.device) for own in sums]), total.group)
                 ranks = dist.get_process_group_ranks(total.group)
                 for rank, theirs in zip(ranks, gathered):
                     names = [
@@ -511,10 +527,11 @@ class Gradients:
             given = [(each, each.total) for each in partials if axis in each.alike and each.total is not None]
             for indices in buckets([total for _, total in given]):
                 parts = [given[i][1] for i in indices]
-                flat = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].contiguous()
+                own = [part.to(self.device) for part in parts]
+                flat = torch.cat([part.reshape(-1) for part in own]) if len(own) > 1 else own[0].contiguous()
                 dist.broadcast(flat, group_src=0, group=group)
                 for i, total in zip(indices, pieces_of(flat, [part.shape for part in parts])):
-                    given[i][0].total = total
+                    given[i][0].total = total.to(given[i][1].device)
 
     def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
         """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
@@ -544,10 +561,10 @@ class Gradients:
 
 
 def _send(buckets: Sequence[_Bucket], at: int) -> None:
-    """Start the next sum, and of units let the one before it end, so that only these two have whole gradients."""
+    """Start the next sum, and let the one before it end where the device is to hold no more than two."""
     buckets[at].send()
-    if at and isinstance(before := buckets[at - 1], _UnitBucket):
-        before.settle()
+    if at and buckets[at - 1].alone:
+        buckets[at - 1].settle()
 
 
 def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
@@ -588,24 +605,26 @@ def clip(
     Returns:
         The norm before.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in counted:
-        if parameter.grad is not None and parameter.grad.numel():
-            by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    for dtype, gradients in by_dtype.items():
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
-        squares += torch.stack(norms).double().square().sum()
+    for gradients in _alike(parameter for parameter in counted if parameter.grad is None or parameter.grad.numel()):
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
+        squares += torch.stack(norms).double().square().sum().to(device)
     if stop is None:
         dist.all_reduce(squares)
     else:
         squares = stop.summed(squares)
     norm = squares.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    scaled: dict[torch.dtype, list[Tensor]] = {}
+    for gradients in _alike(parameters):
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+    return norm
+
+
+def _alike(parameters: Iterable[nn.Parameter]) -> list[list[Tensor]]:
+    """Return this rank's parts of the gradients that there are, of one dtype and on one device together."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            scaled.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
-    for dtype, gradients in scaled.items():
-        torch._foreach_mul_(gradients, scale.to(dtype))
-    return norm
+            part = local(parameter.grad)
+            found.setdefault((part.dtype, part.device), []).append(part)
+    return list(found.values())

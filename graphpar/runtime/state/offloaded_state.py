@@ -21,6 +21,7 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.state.fully_sharded import like
 from graphpar.runtime.state.host import Copied, Host
 
 PIECE_BYTES = 64 * 2**20
@@ -71,7 +72,7 @@ class OffloadedState:
         home, _ = self.host.out(_part(value))
         self._loaded[parameter, key] = home
         self.host.synchronize()
-        return _with(value, home)
+        return like(value, home)
 
     def is_home(self, parameter: Tensor, key: str, value: Any) -> bool:
         """Whether ``value`` of the state is in the host's memory."""
@@ -93,7 +94,7 @@ class OffloadedState:
                 coming = self._fetched(optimizer, pieces[number + 1]) if number + 1 < len(pieces) else {}
                 for (parameter, key), (values, copied) in here.items():
                     copied.wait()
-                    optimizer.state[parameter][key] = _with(optimizer.state[parameter][key], values)
+                    optimizer.state[parameter][key] = like(optimizer.state[parameter][key], values)
                 used = [(group, [p for at, p in piece if at == place]) for place, group in enumerate(groups)]
                 for group, own in used:
                     group["params"] = own
@@ -125,7 +126,7 @@ class OffloadedState:
                     home, copied = self.host.out(_part(value), known if fits else None)
                     self._home[parameter, key] = home
                     self._loaded.pop((parameter, key), None)
-                    optimizer.state[parameter][key] = _with(value, home)
+                    optimizer.state[parameter][key] = like(value, home)
                     found.append((_part(value), copied))
         return found
 
@@ -156,10 +157,3 @@ def _moves(value: Any) -> bool:
 def _part(value: Tensor) -> Tensor:
     """Return what this rank stores of ``value``: that tensor itself, and no view."""
     return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _with(value: Tensor, part: Tensor) -> Tensor:
-    """Return ``value`` with ``part`` as what this rank stores of it."""
-    if not isinstance(value, DTensor):
-        return part
-    return DTensor(part, value._spec, requires_grad=False)  # type: ignore[call-arg]  # as FSDP2 makes those of its host

@@ -121,6 +121,9 @@ class FullySharded(Replicated):
         """Free what FSDP2 still holds gathered, such as a unit without a backward: it would not see the optimizer's step."""
         for stage in self.stages:
             free(stage)
+        if "params" in self.program.offload and self.groups.device.type == "cuda":
+            # Shards may still be on their way to the device, and whoever writes them on the host does not wait for it.
+            torch.cuda.current_stream(self.groups.device).synchronize()
 
     def drop_gradients(self) -> None:
         for stage in self.stages:

@@ -84,7 +84,7 @@ def _difference(
     """Say which tensor differs between ranks of an axis that does not shard it, if one does; a collective call."""
     if not held:
         return None
-    sums, found = torch.stack([checksum(tensor) for _, tensor in held]), None
+    sums, found = torch.stack([checksum(tensor).to(groups.device) for _, tensor in held]), None
     for axis in axes:
         gathered = gather_tensors(sums, groups.axes[axis])
         for place, theirs in enumerate(gathered):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from graphpar.runtime.axes import STATE_AXES
@@ -100,8 +101,12 @@ class WholeParameters:
         self._owner = _owners({name: _any(ranks).shape for name, ranks in held.items()}, len(self._everyone), scope)
         self._senders = {name: _first_of_equals(ranks) for name, ranks in held.items()}
         self._dtype = {name: _any(ranks).dtype for name, ranks in held.items()}
+        shards = (copy for copies in pieces.values() for copy in copies if isinstance(copy, DTensor))
+        home = next(
+            (shard.device for shard in shards), device
+        )  # they are exchanged on the device, and stepped where shards live
         self.parameters = {
-            name: nn.Parameter(torch.zeros(_any(held[name]).shape, dtype=self._dtype[name], device=device))
+            name: nn.Parameter(torch.zeros(_any(held[name]).shape, dtype=self._dtype[name], device=home))
             for name, owner in self._owner.items()
             if owner == self._rank
         }
@@ -214,7 +219,7 @@ class WholeParameters:
     ) -> Sequence[Tensor]:
         """Send ``parts`` to the ranks of the group; return what each has sent, in elements ``sizes``."""
         empty = torch.empty(0, dtype=dtype, device=self._device)
-        flat = torch.cat([empty, *(part for each in parts for part in each)])
+        flat = torch.cat([empty, *(part.to(self._device) for each in parts for part in each)])
         received = empty.new_empty(sum(sizes))
         width = flat.element_size()
         dist.all_to_all_single(  # as bytes: gloo does not know every dtype
