@@ -109,6 +109,11 @@ class Execution:
         return self.compiled and (not self.zero or self.gather_bytes is None)
 
     @property
+    def shards_on_host(self) -> bool:
+        """Whether shards of parameters, their gradients and the optimizer's state live in the memory of the host, which updates them."""
+        return "params" in self.offload
+
+    @property
     def kept_for_step(self) -> bool:
         """Whether a pipeline's stages keep gathered parameters from their first action to their last."""
         return self.reshard in ("default", "never")

@@ -81,15 +81,18 @@ class HostMemory:
     Attributes:
         optimizer: the state of the optimizer.
         activations: what blocks keep of the microbatches in flight.
+        parameters, gradients: shards of them.
     """
 
     optimizer: int = 0
     activations: int = 0
+    parameters: int = 0
+    gradients: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.optimizer + self.activations
+        return self.optimizer + self.activations + self.parameters + self.gradients
 
 
 @dataclass(frozen=True)

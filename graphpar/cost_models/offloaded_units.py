@@ -17,6 +17,10 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.devices import Device
 from graphpar.operators.table import record_of
 
+HOST_BYTES_PER_S = 40e9
+"""A rank's share of the bandwidth of its host's memory, for an update on the host (assumed): 80 % of an eighth of two sockets with eight
+channels of DDR4-3200 each, as a DGX A100 has for eight GPUs."""
+
 
 def host_s(device: Device, nbytes: float) -> float:
     """Return the seconds of copying ``nbytes`` between ``device`` and its host, one way.

@@ -177,13 +177,17 @@ class Pricing:
     @cached_property
     def _of_state(self) -> tuple[Array, Array, Array]:
         """The seconds of gathering each unit's parameters for its forward and for its backward, and of reduce-scattering its gradients."""
-        group = self._ends.sharing
+        group, run, last = self._ends.sharing, self.execution, len(self.units) - 1
+        kinds = ("all-gather", "all-gather again", "reduce-scatter")
+        linked = dict(zip(kinds, self._linked))
 
         @functools.cache
         def moved(kind: str, nbytes: float) -> float:
-            return self.network.seconds(kind, nbytes, group) + self._copied_s(nbytes, group.size) if nbytes else 0.0
+            if not nbytes:
+                return 0.0
+            sent = self.network.seconds(kind.removesuffix(" again"), nbytes, group)
+            return sent + self._copied_s(nbytes, group.size) + self._ends.by_link_s(nbytes * linked[kind] / group.size)
 
-        run, last = self.execution, len(self.units) - 1
         default, seen, alone = run.reshard == "default", set[str](), self.mesh.pp == 1
         sizes = []
         for place, unit in enumerate(self.units):
@@ -201,9 +205,19 @@ class Pricing:
         for place in range(last):
             if self.units[place + 1].joins and alone:
                 sizes[place + 1][1], sizes[place][1] = sizes[place + 1][1] + sizes[place][1], 0
-        kinds = ("all-gather", "all-gather", "reduce-scatter")
         gathers, repeated, scatters = np.array([[moved(*each) for each in zip(kinds, own)] for own in sizes]).T
         return gathers, repeated, scatters
+
+    @property
+    def _linked(self) -> tuple[float, float, float]:
+        """The bytes that pass the host's link for each that is gathered for a forward, for a backward, or reduced: shards pass as they are
+        stored, and those of fewer ranks that stay on devices after a forward don't."""
+        run, parts = self.execution, [part for unit in self.units for part in unit.held]
+        if not run.shards_on_host:
+            return 0.0, 0.0, 0.0
+        gathered = self.bytes.parameter_sizes(parts) / max(1, run.gathered_bytes(parts))
+        reduced = self.bytes.gradient_sizes(parts) / max(1, self.bytes.reduced_sizes(parts))
+        return gathered, 0.0 if isinstance(run.reshard, int) else gathered, reduced
 
     def _copied_s(self, nbytes: float, shards: int) -> float:
         """Return the seconds of copying a unit's parameters or gradients: a rank's shard to or from the flat tensor, and all of it."""
@@ -523,10 +537,9 @@ class Pricing:
         if not run.offload or not self.train:
             return ()
         held = [self.bytes.held([stages[place] for place in places]) for places in own]
-        state = [self.bytes.optimizer_state(each) if "optimizer" in run.offload else 0 for each in held]
         moved = [self.bytes.moved(first, after, rows) for first, after in stages]
         peaks = self._most_kept(layout, moved, exact)
-        return tuple(HostMemory(nbytes, peak) for nbytes, peak in zip(state, peaks))
+        return tuple(replace(self.bytes.on_host(own), activations=peak) for own, peak in zip(held, peaks))
 
     def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
         """Return the most bytes of activations that each pp rank keeps at once."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
-from graphpar.cost_models.offloaded_units import host_s
+from graphpar.cost_models.offloaded_units import HOST_BYTES_PER_S, host_s
 from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce
 from graphpar.cost_models.step_costs import StageSeconds
 from graphpar.cost_models.timelines import StepEnd
@@ -127,6 +127,7 @@ class StepEnds:
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         for over, nbytes in by_axes.items():
             if over:
+                reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
             shards, count = self.sharing, self.execution.broadcasts
@@ -140,11 +141,17 @@ class StepEnds:
                 gathered = count * self.network.seconds("broadcast", parameters / count, shards)
             elif zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
+                gathered += self.by_link_s(self.bytes.parameter_sizes(self.bytes.held(stages)) / self.mesh.shards)
             for over, nbytes in beyond.items() if not whole else ():
                 if over:
                     group = self.network.group_of_axes(self.mesh, over)
                     reduced += self.network.seconds("all-reduce", nbytes / self.mesh.shards, group)
+                    reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
         return reduced, gathered, total
+
+    def by_link_s(self, nbytes: float) -> float:
+        """Return the seconds of copying shards of parameters or gradients between a device and its host, one way, where they live there."""
+        return host_s(self.cluster.device, nbytes) if self.execution.shards_on_host else 0.0
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
         """Return the axis to report the reduction of gradients under: the innermost of replicas, else the first of partial gradients."""
@@ -168,6 +175,8 @@ class StepEnds:
         trained = sum(held.elements for held in self.bytes.held(stages) if held.trained)
         moved = self._copied(stages) + trained * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
+        if self.execution.shards_on_host:
+            return nbytes / HOST_BYTES_PER_S + self.crowd * float(self.compute.traffic_s(moved + self._cast(stages)))
         seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
         return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory
 from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.groups import communicators
@@ -171,7 +171,7 @@ class UnitBytes:
             buckets = self._buckets(held, elsewhere) + self._whole(held)
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
-                buckets += run.gathered * max(map(run.gathered_bytes, together), default=0)
+                buckets += max(map(self._while_gathered, together), default=0)
                 buckets += run.gathered_bytes(part for part in held if part.rest)
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
@@ -180,7 +180,8 @@ class UnitBytes:
             )
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
-            stepping = run.divided(self._updated(held), 1) if run.foreach and "optimizer" not in run.offload else 0
+            elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
+            stepping = run.divided(self._updated(held), 1) if run.foreach and not elsewhere_stepped else 0
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
@@ -197,6 +198,12 @@ class UnitBytes:
         run = self.execution
         return run.zero == 3 and (run.reshard == "never" or (self.mesh.pp > 1 and run.kept_for_step))
 
+    def _while_gathered(self, parts: Sequence[Held]) -> int:
+        """Return the bytes that a unit takes while units are gathered: what is gathered, and its shard that came from the host."""
+        run = self.execution
+        came = run.divided(sum(part.elements * part.itemsize for part in parts), 2) if run.shards_on_host else 0
+        return run.gathered * run.gathered_bytes(parts) + came
+
     def _whole(self, held: Sequence[Held]) -> int:
         """Return the bytes of whole gradients and parameters beside their shards, for a whole step."""
         run = self.execution
@@ -211,7 +218,7 @@ class UnitBytes:
         """
         run, whole = self.execution, self.gradient_sizes(held)
         if run.zero != 1 or not run.copies_gradients:
-            return (run.divided(whole, 2),) * 2 + (0,)
+            return (self._shards_of_gradients(held),) * 2 + (0,)
         each = Counter(unit.kind for unit in units)
         largest = max((self.gradient_sizes(unit.held) for unit in units if each[unit.kind] > 1), default=0)
         rest = sum(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] == 1)
@@ -219,12 +226,16 @@ class UnitBytes:
         one = sums + min(rest + 3 * largest, several) if self.mesh.pp == 1 else several
         return one, several, sums + 2 * min(rest, whole)
 
+    def _shards_of_gradients(self, held: Sequence[Held], level: int = 2) -> int:
+        """Return the bytes of a rank's gradients on the device, which are sharded from ZeRO ``level`` on."""
+        run = self.execution
+        return 0 if run.shards_on_host else run.divided(self.gradient_sizes(held), level)
+
     def _fixed(self, held: Sequence[Held]) -> int:
         """Return the least bytes of state, and those of :meth:`_whole` with the allocator's overhead."""
         level = 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2  # see _gradients
-        return self.state(held, self.execution.divided(self.gradient_sizes(held), level)).total + round(
-            (1 + ALLOCATOR_SLACK) * self._whole(held)
-        )
+        gradients = self._shards_of_gradients(held, level)
+        return self.state(held, gradients).total + round((1 + ALLOCATOR_SLACK) * self._whole(held))
 
     @cached_property
     def _ties(self) -> list[tuple[int, str]]:
@@ -253,13 +264,26 @@ class UnitBytes:
             for part in parts
             if part.trained and (size := self.main_bytes(part)) > self.stored_bytes(part)
         )
+        away = run.shards_on_host  # what ZeRO-2 gathers is whole from the first microbatch to the last
         return Memory(
-            parameters=run.divided(sum(part.elements * self.stored_bytes(part) for part in parts), 3),
+            parameters=0 if away and run.zero == 3 else run.divided(self.parameter_sizes(parts), 3),
             copies=self.copied(parts),
             gradients=gradients,
-            main_copies=run.divided(main, 1),
-            optimizer=0 if "optimizer" in run.offload else self.optimizer_state(parts),
+            main_copies=0 if away else run.divided(main, 1),
+            optimizer=0 if away or "optimizer" in run.offload else self.optimizer_state(parts),
         )
+
+    def parameter_sizes(self, held: Iterable[Held]) -> int:
+        """Return the bytes of parameters as they are stored."""
+        return sum(part.elements * self.stored_bytes(part) for part in held)
+
+    def on_host(self, held: Sequence[Held]) -> HostMemory:
+        """Return the bytes of state in the memory of the host."""
+        run = self.execution
+        if not run.shards_on_host:
+            return HostMemory(self.optimizer_state(held) if "optimizer" in run.offload else 0)
+        parameters, gradients = (run.divided(each(held), 2) for each in (self.parameter_sizes, self.gradient_sizes))
+        return HostMemory(self.optimizer_state(held), parameters=parameters, gradients=gradients)
 
     def optimizer_state(self, held: Iterable[Held]) -> int:
         """Return the bytes of the optimizer's state, wherever it lives."""
@@ -323,8 +347,9 @@ class UnitBytes:
         )
         if self.execution.zero == 3 and not self._gathered_for_step:
             parts = [[part for part in unit.held if not part.rest] for unit in self.units]
-            largest = run_largest(np.array([self.execution.gathered_bytes(each) for each in parts]))
-            fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
+            fixed = fixed + (1 + ALLOCATOR_SLACK) * run_largest(
+                np.array([self._while_gathered(each) for each in parts])
+            )
         return fixed
 
     def moved(self, first: int, after: int, rows: int) -> int:

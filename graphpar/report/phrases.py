@@ -277,7 +277,7 @@ def offload_text(data: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {bytes_text(nbytes)}" for name, nbytes in most.items() if nbytes)
     room = predicted.get("host_memory_bytes")
     of = f" of {bytes_text(room)}" if room is not None else ""
-    verb = "live" if len(data["offload"]) > 1 or "activations" in data["offload"] else "lives"
+    verb = "lives" if data["offload"] == ["optimizer"] else "live"
     return f"{what} {verb} in the host's memory: at most {bytes_text(sum(most.values()))} a rank{of} ({parts})"
 
 

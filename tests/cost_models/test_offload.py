@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import graphpar as gp
+from graphpar.cost_models.offloaded_units import HOST_BYTES_PER_S
 from graphpar.errors import GraphparError
 from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
 from tests.tools.programs import example
@@ -53,6 +54,49 @@ def test_what_blocks_keep_leaves_the_device_but_for_two_blocks() -> None:
     assert 0 < away.communication_s["host link"] < 1
 
 
+SHARDED = {"mesh": {"dp_shard": 2}, "zero": 3, "global_batch": 8, "microbatch_size": 1, "recompute": "none"}
+
+
+def test_shards_leave_the_device_and_pass_the_link() -> None:
+    """Each microbatch gathers twice, and reduces once; the host updates."""
+    program = example("gpt2")
+    plain, away = (gp.plan(program, A100, offload=what, **SHARDED).predicted for what in ((), "params"))
+    assert plain is not None and away is not None
+    (before,), (after,), (host,) = plain.memory, away.memory, away.host_memory
+    assert before.parameters == before.gradients == host.parameters == host.gradients > 0
+    assert (host.optimizer, host.activations) == (before.optimizer, 0)
+    assert after.parameters == after.gradients == after.optimizer == 0
+    block = sum(info.nbytes for name, info in program.parameters.items() if ".h.0." in name)
+    assert after.buckets == before.buckets + block // 2  # the shard of a unit, on its way
+    assert after.total < before.total - 0.8 * host.total
+    link = A100.device.host_link
+    assert link is not None
+    sent, least = (each.communication_s["dp_shard"] for each in (away, plain))
+    ways = 4 * 3 * host.parameters / (link.bytes_per_s * link.efficiency)
+    assert 0.8 * ways < sent - least < 1.1 * ways + 0.01  # the last unit is gathered once
+    assert away.optimizer_s > (host.total + host.parameters + host.optimizer) / HOST_BYTES_PER_S > plain.optimizer_s
+    assert away.step_time_s > plain.step_time_s
+
+
+def test_zero_2_keeps_what_it_gathers_and_sums_over_replicas_pass_the_link_twice() -> None:
+    program, four = example("gpt"), replace(A100, devices_per_node=4)
+    pins = {**SHARDED, "mesh": {"dp_shard": 2, "dp_replicate": 2}, "zero": 2}
+    plain, away = (gp.plan(program, four, offload=what, **pins).predicted for what in ((), "params"))
+    assert plain is not None and away is not None
+    (before,), (after,), (host,) = plain.memory, away.memory, away.host_memory
+    assert after == replace(before, gradients=0, optimizer=0)
+    assert host.parameters == host.gradients == before.gradients
+    (more,), (less,) = away.closings, plain.closings
+    assert more.gather > less.gather and more.reduce > less.reduce
+
+
+def test_shards_on_the_host_are_searched_where_there_are_shards() -> None:
+    plan = gp.plan(example("gpt"), A100, offload=["optimizer", "params"], global_batch=8)
+    assert plan.offload == ("params",) and plan.mesh.dp_shard == 2 and plan.zero >= 2
+    assert plan.predicted is not None and max(each.parameters for each in plan.predicted.host_memory) > 0
+    assert "params live in the host's memory: at most" in " ".join(str(plan).split())
+
+
 def test_a_slow_link_shows() -> None:
     program = example("gpt")
     device = A100.device
@@ -71,6 +115,8 @@ def test_nothing_is_priced_where_the_device_is_the_host() -> None:
     assert away.offload == ("optimizer", "activations") and away.predicted == plain.predicted
     assert "Offload    optimizer and activations: nothing: the device is a CPU" in str(away)
     assert gp.Plan.from_json(away.to_json()) == away
+    plain, away = (gp.plan(program, "2xCPU", offload=what, **SHARDED) for what in ((), "params"))
+    assert away.offload == ("params",) and away.predicted == plain.predicted
 
 
 def test_the_hosts_memory_is_a_limit_where_it_is_known() -> None:
@@ -100,11 +146,13 @@ def test_it_is_among_what_would_let_a_plan_fit() -> None:
         ({"offload": 3}, "offload is 3; it must be one of"),
         ({"offload": "activations", "recompute": "selective"}, "offload=activations is unsupported with recompute=selective"),
         ({"offload": "activations", "compile": True}, "offload=activations with compiled blocks is not supported yet"),
+        ({"offload": "params"}, "with dp_shard=1 and zero=0 they are not sharded. Give mesh dp_shard=2 or more, or cp=2, and zero=2"),
+        ({"offload": "params", "mesh": {"dp_shard": 2}, "zero": 1}, "with dp_shard=2 and zero=1 .* or take offload=optimizer"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused(asked: dict[str, object], said: str) -> None:
     with pytest.raises(GraphparError, match=said):
-        gp.plan(example("gpt"), "2xA100", mesh={"pp": 2}, **asked)
+        gp.plan(example("gpt"), "2xA100", **{"mesh": {"pp": 2}, **asked})
 
 
 def test_an_unknown_link_is_asked_for() -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+import graphpar as gp
+from graphpar.runtime import Pipeline, start
+from graphpar.runtime.debugging.rank_alone import draw_values
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.stages.cast_once import CastOnce
 from graphpar.runtime.stages.offloaded_activations import OffloadedActivations
+from graphpar.runtime.state import gradients, offloaded_state
 from graphpar.runtime.state import host as host_module
-from graphpar.runtime.state import offloaded_state
+from graphpar.runtime.state.fully_sharded import like
 from graphpar.runtime.state.host import Host, pretended
 from graphpar.runtime.state.offloaded_state import OffloadedState
 
@@ -128,3 +139,91 @@ def test_what_is_written_after_it_was_kept_is_an_error_as_without() -> None:
     stage, _ = blocks(writes=True)
     with pytest.raises(RuntimeProgramError, match="was written after the forward"):
         stage(torch.randn(2, 4)).sum().backward()
+
+
+# ---- shards of parameters ----------------------------------------------------------------------------------------
+
+ELSEWHERE = torch.device("meta")
+"""In place of a host: no shard is there."""
+
+
+def when_it_begins(pipeline: Pipeline, move: Callable[..., None]) -> None:
+    move()
+
+
+def when_a_forward_runs(pipeline: Pipeline, move: Callable[..., None]) -> None:
+    pipeline.stages[0].register_forward_pre_hook(lambda *_: move())
+
+
+def when_gradients_are_finished(pipeline: Pipeline, move: Callable[..., None]) -> None:
+    finish = pipeline._gradients.finish
+    pipeline._gradients.finish = lambda *scale: (finish(*scale), move())[0]  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    program = gp.export(model, (x,), loss_fn=nn.functional.mse_loss, targets=(x,))
+    plan = gp.plan(program, mesh={"dp_shard": 2}, zero=3, offload="params", microbatch_size=1)
+    return gp.partition(program, plan).save(tmp_path_factory.mktemp("sharded") / "out")
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        (lambda *_: None, None),
+        (when_it_begins, "before a gather"),
+        (when_a_forward_runs, "after a forward"),
+        (when_gradients_are_finished, "after the backward"),
+    ],
+)
+def test_a_shard_that_is_not_at_home_is_found(sharded: Path, planted: Callable[..., None], said: str | None) -> None:
+    """By one of two ranks, alone."""
+    with start(alone=(0, 2)) as ranks, pretended(), Pipeline(sharded, ranks.device) as pipeline:
+        draw_values(pipeline)
+        places = pipeline._places
+        planted(pipeline, lambda: setattr(places, "_home", ELSEWHERE))
+        batch = (torch.randn(4, 4), torch.randn(4, 4))
+        if said is None:
+            pipeline.step(batch)
+            assert len(places._shards) == 4 and all(shard.offload_to_cpu for _, shard in places._shards)
+            assert all(shard.sharded_param.grad is not None for _, shard in places._shards)
+            return
+        with pytest.raises(
+            RuntimeProgramError, match=f"the shard of 0.weight is on the device cpu {said}; .* leave it on meta"
+        ):
+            pipeline.step(batch)
+
+
+def test_gradients_on_the_host_are_summed_and_clipped_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fake tensors, which refuse operators on two devices: gradients on a CPU, of a GPU that this machine need not have."""
+    gpu, summed = torch.device("cuda", 0), list[torch.device]()
+
+    def all_reduce(value: Tensor, **_: object) -> SimpleNamespace:
+        summed.append(value.device)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    with FakeTensorMode(), torch.no_grad():
+        shards = [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(5))]
+        for shard in shards:
+            shard.grad = torch.empty_like(shard)
+        norm = gradients.clip(shards, shards, 1.0, gpu)
+        assert norm.device == gpu and shards[0].grad is not None and shards[0].grad.device.type == "cpu"
+        partials = [gradients._Partial([shard], before=[None]) for shard in shards]
+        bucket = gradients._Bucket(None, gpu, partials, False, torch.bfloat16)  # type: ignore[arg-type]
+        bucket.send()
+        bucket.receive(iter([True, True]))
+        for shard, partial in zip(shards, partials):
+            partial.give()
+            assert (shard.grad.device.type, shard.grad.dtype, shard.grad.shape) == ("cpu", shard.dtype, shard.shape)
+    assert summed == [gpu, gpu] and bucket.alone
+
+
+def test_a_part_stays_where_it_is_and_does_not_go_to_the_devices_of_its_mesh() -> None:
+    """The roles changed: the mesh is of CPUs, and the part is elsewhere."""
+    with start(), FakeTensorMode():
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        parameter = DTensor.from_local(torch.empty(4), mesh, [Shard(0)])
+        assert like(parameter, torch.empty(4, device="cuda")).device.type == "cuda"

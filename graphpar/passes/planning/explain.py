@@ -30,13 +30,13 @@ from graphpar.hardware.devices import DEVICES
 from graphpar.ir.program import Program
 from graphpar.passes.kernel_dropout import writes_out_dropout
 from graphpar.passes.planning.candidates import Candidate, Priced, mesh_text
-from graphpar.passes.planning.constraints import PlanConstraints, check_offload
+from graphpar.passes.planning.constraints import PlanConstraints, check_offload, free_axes
 from graphpar.passes.planning.planned import Planned
 from graphpar.passes.planning.prices import estimate_plan, pricing_of
 from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
 from graphpar.passes.planning.search import Planner
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import AUTO, OFFLOADS, Recompute
+from graphpar.runtime.option_kinds import AUTO, OFFLOADS, Recompute, on_host
 from graphpar.runtime.options import check_decisions
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.text import bytes_text, seconds_text
@@ -366,7 +366,11 @@ def _offloaded(program: Program, pins: PlanConstraints, fits: Fits) -> list[Reme
     if program.mode != "train" or pins.cluster.device.host_link is None:
         return []
     for count in range(1, len(OFFLOADS) + 1):
-        wider = [each for each in itertools.combinations(OFFLOADS, count) if set(each) > set(pins.offload or ())]
+        wider = [
+            each
+            for each in itertools.combinations(OFFLOADS, count)
+            if on_host((*each, *(pins.offload or ()))) == each != pins.offload
+        ]
         changes = [
             _Change(offloading, lambda _, each=each: f"offload={','.join(each)!r}")  # type: ignore[misc]
             for each in wider
@@ -380,7 +384,9 @@ def _offloaded(program: Program, pins: PlanConstraints, fits: Fits) -> list[Reme
 
 def _can(pins: PlanConstraints, program: Program) -> bool:
     try:
-        check_decisions(PlanConstraints(offload=pins.offload, recompute=pins.recompute), Mesh(), program.mode)
+        mesh = Mesh.resolve(pins.mesh, pins.devices) if pins.complete else Mesh(**pins.mesh)
+        given = PlanConstraints(offload=pins.offload, recompute=pins.recompute, zero=pins.zero)
+        check_decisions(given, mesh, program.mode, () if pins.complete else free_axes(pins.mesh, pins.zero))
         check_offload(pins, program)
     except GraphparError:
         return False

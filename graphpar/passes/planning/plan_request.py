@@ -220,7 +220,7 @@ def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Pl
         microbatch_size=None if free else size,
         allow_batch_coupling=given.allow_batch_coupling,
         recompute=AUTO if isinstance(given, Plan) else given.recompute,
-        offload=given.offload,
+        offload=tuple(each for each in given.offload or () if each != "params"),  # one device shards none
         compile=given.compile,
         dropout=given.dropout,
         top=1,
