@@ -203,7 +203,11 @@ def test_gradients_on_the_host_are_summed_and_clipped_for_the_device(monkeypatch
         summed.append(value.device)
         return SimpleNamespace(wait=lambda: None)
 
+    def multiply(parts: list[Tensor], scale: Tensor) -> None:
+        assert all(part.device == scale.device and part.dtype == scale.dtype for part in parts)
+
     monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch, "_foreach_mul_", multiply)  # a fake one takes a number of another device
     with FakeTensorMode(), torch.no_grad():
         shards = [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(5))]
         for shard in shards:
