@@ -135,8 +135,15 @@ def test_it_is_among_what_would_let_a_plan_fit() -> None:
     plain, away = (gp.plan(program, one, offload=what, **pinned).predicted for what in ((), "activations"))
     assert plain is not None and away is not None
     room = (max(plain.peak_memory_bytes) + max(away.peak_memory_bytes)) // 2
-    with pytest.raises(GraphparError, match=r"What would fit: .*offload='activations' \([^)]* a step\)"):
+    with pytest.raises(GraphparError, match=r"What would fit: .*offload='activations' \([^)]* a step\)") as alone:
         gp.plan(program, small(one, room), **pinned)
+    assert "offload='params'" not in str(alone.value)
+    two = small(A100, 2**40)
+    plain, away = (gp.plan(program, two, offload=what, **SHARDED).predicted for what in ((), "params"))
+    assert plain is not None and away is not None
+    room = (max(plain.peak_memory_bytes) + max(away.peak_memory_bytes)) // 2
+    with pytest.raises(GraphparError, match=r"What would fit: .*offload='params' \([^)]* a step\)"):
+        gp.plan(program, small(A100, room), **{**SHARDED, "mesh": {"dp_replicate": 1}})
 
 
 @pytest.mark.parametrize(
