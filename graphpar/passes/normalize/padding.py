@@ -166,7 +166,7 @@ class _Analysis:
             return self.attention(node, name, states)
         if kind is Kind.CLASS_LOSS or name == "ne":
             return self.ignoring(node, name, operands, states)
-        if (kind is Kind.SCAN or name == "diff") and isinstance(states[0], _Along):
+        if kind is Kind.SCAN and isinstance(states[0], _Along) and not states[0].shard.parts:
             return replace(states[0], zero=False, labels="")
         if self.along(node) is _SQUARE:
             return _SQUARE
@@ -204,6 +204,8 @@ class _Analysis:
         )
         if not isinstance(first, int) or first < 0:
             raise self.refused(node, "it takes the last positions")
+        if node in self.varying and (name == "select" or first):
+            raise self.refused(node, "it begins at a position that follows the length")
         if name == "select" or (end is not None and end < state.count and node not in self.varying and end >= 0):
             return None  # of the first positions, which stay
         count = value_of(node).shape[state.shard.dim]
