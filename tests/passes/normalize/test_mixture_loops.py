@@ -267,7 +267,8 @@ MESHES = ({"pp": 2}, {"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}, {"ep": 2})
 @pytest.mark.sampled(1 / 4)
 def test_programs_are_the_model(name: str) -> None:
     program = case(LOOPS[name]).export()
-    made = [gp.partition(program, gp.plan(program, mesh=mesh)) for mesh in MESHES]
+    meshes = MESHES[:-1] if name == "bent" else MESHES  # it is no sum over experts, which ep could divide
+    made = [gp.partition(program, gp.plan(program, mesh=mesh)) for mesh in meshes]
     made.append(gp.partition(program, gp.plan(program, mesh={"dp_shard": 2}, recompute="full")))
 
     for parts, outcome in zip(made, verify_all(made, 3, timeout_s=300)):
