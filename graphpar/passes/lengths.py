@@ -43,7 +43,7 @@ from graphpar.runtime.layout import Shard, Type
 def tried(least: int, most: int, multiple: int) -> list[int]:
     """Return multiples to compile for: the range's longest, its shortest, and one between that few numbers divide."""
     low, high = -(-least // multiple), most // multiple
-    between = [each for each in range((low + high) // 2, high) if each % 2 and each % 3]
+    between = [each for each in range((low + high) // 2, high) if each % 2 and each % 3] or [*range(low + 1, high)]
     return [each * multiple for each in dict.fromkeys((high, low, *between[:1]))]
 
 

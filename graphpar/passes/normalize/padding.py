@@ -169,6 +169,10 @@ class _Analysis:
         if kind is Kind.SCAN and isinstance(states[0], _Along) and not states[0].shard.parts:
             return replace(states[0], zero=False, labels="")
         if self.along(node) is _SQUARE:
+            if kind in (Kind.SCAN, Kind.SORT) or (
+                name == "flip" and any(isinstance(state, _Square) for state in states)
+            ):
+                raise self.refused(node, "it joins positions, and no causal mask is known")
             return _SQUARE
         if any(isinstance(state, _Square) for state in states):
             raise self.refused(node, "it joins positions, and no causal mask is known")
