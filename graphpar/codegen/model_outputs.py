@@ -53,6 +53,9 @@ def model_output_interfaces(
     for output, node, index in _marked(stages):
         types = dict(node.meta.get("types", {}))
         rows = P if output.adds else R if output.batch_dim is None else Shard(output.batch_dim)
+        joins = any(size and rows for size, rows in zip(output.of_length, output.coefficients))
+        if joins and multiple > 1:  # padding would be in the middle
+            continue
         usual = all(types.get(axis, rows) in ((R, I) if rows == R else (rows,)) for axis in REPLICAS)
         if usual and not any(isinstance(kind, ExpertRows) for kind in types.values()):
             found.append(

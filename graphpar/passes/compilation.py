@@ -21,7 +21,7 @@ from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.evaluation import with_evaluated_stages
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
-from graphpar.passes.lengths import joined, sharding_at, tried
+from graphpar.passes.lengths import check_tables, joined, sharding_at, tried
 from graphpar.passes.normalize.padding import fills_of
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planned import Planned, sharded_as
@@ -121,6 +121,7 @@ def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
         GraphparError: other lengths give another program.
     """
     assert program.lengths is not None
+    check_tables(program)
     least, most = program.lengths.ends
     most_multiple = plan.mesh.tp * (2 * plan.mesh.cp if plan.mesh.cp > 1 else 1)  # attention over cp halves shards
     multiples = [each for each in range(1, most_multiple + 1) if most_multiple % each == 0]
@@ -144,7 +145,10 @@ def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
                 return replace(
                     local, lengths=replace(program.lengths, multiple=multiple, fills=_fills(program))
                 ), stages
-    raise AssertionError("no multiple divides the sizes")
+    raise GraphparError(
+        f"seq: a size of the program is a part of the length, which is a whole number for multiples of {divided} alone; make the model "
+        "independent of it, or leave seq out and compile a program for each length."
+    )
 
 
 def _fills(program: Program) -> str | dict[str, int]:

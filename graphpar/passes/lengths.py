@@ -34,6 +34,9 @@ from graphpar.ir.program import (
 )
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.placement import literal, operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.sharding.keys import keys_of
 from graphpar.passes.sharding.problem import Problem
 from graphpar.passes.stage_passes import Stages
@@ -41,10 +44,56 @@ from graphpar.runtime.layout import Shard, Type
 
 
 def tried(least: int, most: int, multiple: int) -> list[int]:
-    """Return multiples to compile for: the range's longest, its shortest, and one between that few numbers divide."""
+    """Return multiples to compile for: the range's longest, its shortest, and one between.
+
+    That one leaves another rest than the ends where they leave the same (a size such as ``length // 2 * 2`` would look linear), by as many
+    small numbers as can be, and few numbers divide it.
+    """
     low, high = -(-least // multiple), most // multiple
-    between = [each for each in range((low + high) // 2, high) if each % 2 and each % 3] or [*range(low + 1, high)]
-    return [each * multiple for each in dict.fromkeys((high, low, *between[:1]))]
+    alike = [number for number in (2, 3, 4, 5) if low % number == high % number]
+
+    def told_apart(each: int) -> tuple[int, bool, bool]:
+        return (
+            sum(each % number != low % number for number in alike),
+            bool(each % 2 and each % 3),
+            2 * each >= low + high,
+        )
+
+    between = max(range(low + 1, high), key=told_apart, default=high)
+    return [each * multiple for each in dict.fromkeys((high, low, between))]
+
+
+def check_tables(program: Program) -> None:
+    """Check that tables of positions are as long as the longest sequence: a trace without values looks up whatever it is asked for.
+
+    Raises:
+        GraphparError: one is shorter.
+    """
+    for graph in (program.graph, *(block.graph for block in program.blocks.values())):
+        for node in graph.nodes:
+            if node.op == "call_function" and record_of(node).kind is Kind.LOOKUP:
+                table, places = operands_of(node)[:2]
+                last, rows = _last_place(places), value_of(table).shape[0]
+                if last is not None and isinstance(rows, int) and last >= rows:
+                    raise GraphparError(
+                        f"seq: {operator_name(node)}{where(node)} looks up position {last} of the longest sequence, but its table has "
+                        f"{rows}; end the range earlier, or make the table longer."
+                    )
+
+
+def _last_place(node: fx.Node) -> int | None:
+    """The largest of indices that count up, where nothing but their shape is changed since."""
+    kinds = (Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY)
+    while node.op == "call_function" and record_of(node).kind in kinds and operands_of(node):
+        node = operands_of(node)[0]
+    if node.op != "call_function" or operator_name(node) not in ("arange", "add"):
+        return None
+    if operator_name(node) == "arange":
+        start, end, step = (literal(node, name) for name in ("start", "end", "step"))
+        return end - 1 if isinstance(end, int) and start in (0, None) and step in (1, None) else None
+    first, more = node.args[0], node.args[1]
+    before = _last_place(first) if isinstance(first, fx.Node) else None
+    return before + more if before is not None and isinstance(more, int) else None
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------

@@ -373,7 +373,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     plan.optional("torch", str, None)  # for people alone
     interface = read(Interface, plan.record("interface"))
     sharding = plan.record("sharding") if plan.has("sharding") else Record({}, str(path))
-    cluster = plan.optional("cluster", (dict, NoneType), None) or {}
+    device = plan.record("cluster").record("device") if plan.optional("cluster", (dict, NoneType), None) else None
     if len(record.stages) != len(interface.stages):
         raise RuntimeProgramError(
             f"{path}: {len(record.stages)} stages are placed, but {len(interface.stages)} have an interface"
@@ -396,7 +396,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=under_every_name(record.parameters, interface.ties),
         placed=tuple(degrees_of(sharding, "axes")) if sharding.has("axes") else (),
         model_file=plan.optional("model_file", (str, NoneType), None),
-        device_kind=cluster.get("device", {}).get("kind"),
+        device_kind=None if device is None else device.get("kind", str),
         **given,
         **record.decisions,
     )

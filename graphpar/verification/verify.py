@@ -177,7 +177,8 @@ def _lengths(manifest: Manifest, count: int) -> list[int]:
         return []
     least, most = manifest.seq
     multiple = 1 if manifest.unpadded is None else manifest.multiple
-    between = (least + most) // 2 | 1
+    between = (least + most) // 2
+    between += between % 2 == most % 2 and between + 1 < most  # else all lengths may be even, or all odd
     found = [most, -(-least // multiple) * multiple, between // multiple * multiple or most]
     return [found[place % len(found)] for place in range(count)]
 

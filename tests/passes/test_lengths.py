@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.passes.lengths import tried
+from graphpar.runtime.manifest import load_manifest
 
 IDS = torch.randint(16, (4, 12))
 
@@ -30,6 +32,14 @@ class Model(nn.Module):
             x = x * length**-0.5
         if self.kind == "window":
             x = F.pad(x, (0, 0, 0, -length % 8))[:, :length].cos()
+        if self.kind == "pairs":
+            x = x + x[:, : length // 2 * 2].mean(1, keepdim=True)
+        if self.kind == "fours":
+            x = x + x[:, : length - length % 4].mean(1, keepdim=True)
+        if self.kind == "half":
+            x = x + x[:, : length // 2].mean(1, keepdim=True)
+        if self.kind == "square":
+            x = x * (length * length)
         q, k, v = self.qkv(self.norm(x)).view(*ids.shape, 3, 1, 8).permute(2, 0, 3, 1, 4)
         logits: Tensor = self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).view(*ids.shape, 8))
         return logits
@@ -74,6 +84,47 @@ def _facts(parts: gp.Parts) -> list[tuple[str, str]]:
 def test_what_differs_is_named(kind: str, message: str) -> None:
     with pytest.raises(gp.GraphparError, match=message):
         partitioned(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seq"),
+    [("pairs", "9..25"), ("pairs", "8..10"), ("fours", "9..25"), ("half", "8..10"), ("square", "8..10")],
+)
+def test_ends_that_leave_the_same_rest_hide_nothing(kind: str, seq: str) -> None:
+    with pytest.raises(gp.GraphparError, match=r"(?s)another one at other lengths: .*test_lengths.py:\d+"):
+        partitioned(kind, seq)
+
+
+@pytest.mark.parametrize(("least", "most"), [(8, 32), (9, 25), (128, 4096), (1000, 2000), (7, 67), (16, 20), (8, 10)])
+def test_lengths_that_are_tried_leave_different_rests(least: int, most: int) -> None:
+    for multiple in (1, 2):
+        lengths = [length // multiple for length in tried(least, most, multiple)]
+        assert lengths[:2] == [most // multiple, -(-least // multiple)]
+        assert len(lengths) == 3 or lengths[0] - lengths[1] == 1
+        if lengths[0] - lengths[1] > 2:
+            assert all(len({length % number for length in lengths}) > 1 for number in (2, 3, 4))
+
+
+def test_a_range_is_no_longer_than_a_table_of_positions() -> None:
+    partitioned(seq="6..64")
+    with pytest.raises(gp.GraphparError, match=r"embedding \(positions.*looks up position 64 .*, but its table has 64"):
+        partitioned(seq="6..65")
+
+
+class Flat(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).flatten(0, 1)
+
+
+def test_outputs_of_several_rows_in_one_dim_are_offered_where_nothing_is_padded() -> None:
+    program = gp.export(
+        Flat(), (IDS,), loss_fn=lambda x, y: F.cross_entropy(x, y.flatten()), targets=(IDS,), seq="6..24"
+    )
+    offered = {}
+    for mesh in ("pp=1", "cp=2"):
+        parts = gp.partition(program, gp.plan(program, mesh=mesh))
+        offered[mesh] = [output.name for output in load_manifest(parts.folder).model_outputs]
+    assert offered == {"pp=1": ["output"], "cp=2": []}
 
 
 def test_ranges_that_can_not_be() -> None:

@@ -31,6 +31,7 @@ from graphpar.passes.normalize.graph_matching import number
 from graphpar.passes.normalize.packed_masks import conjuncts
 from graphpar.runtime.layout import R, Shard
 
+_HALVES = ("tril", "triu")  # are zero elsewhere
 _MOVES = (Kind.RESHAPE, Kind.ALIAS, Kind.COPY, Kind.VIEW, Kind.EXPAND, Kind.PERMUTE)
 
 
@@ -111,10 +112,19 @@ class _Analysis:
                     known = isinstance(result, fx.Node) and result not in self.varying
                     if isinstance(result, fx.Node) and (not known or (trains and self.states[result] is not None)):
                         raise self.refused(result, "a result of the program follows the length")
+                    if isinstance(result, fx.Node) and self.scattered(result):
+                        raise self.refused(result, "a result of the program has positions of several rows in one dim")
             elif node.op == "placeholder":
                 self.states[node] = self.input(node)
             else:
                 self.states[node] = self.state(node)
+                if node.meta.get("model_output") and self.scattered(node) and not _with_rows(node):
+                    raise self.refused(node, "an output of the model has positions and others in one dim")
+
+    def scattered(self, node: fx.Node) -> bool:
+        """Whether what is added at the end of sequences is not at the end of the value."""
+        state = self.states.get(node)
+        return isinstance(state, _Along) and bool(state.shard.parts)
 
     def refused(self, node: fx.Node, why: str) -> _RefusedError:
         return _RefusedError(f"{operator_name(node)}{where(node)}: {why}")
@@ -126,9 +136,17 @@ class _Analysis:
         value = value_of(node)
         if not isinstance(value, Tensor):
             return None
-        sizes = (size if rows is None else rows for size, rows in zip(value.shape, batch_coefficients(node)))
-        dims = [dim for dim, size in enumerate(sizes) if int(size) and int(size) % self.length == 0]
+        dims = self.long_dims(node)
         return None if not dims else _SQUARE if len(dims) > 1 else _Along(Shard(dims[0]), self.length)
+
+    def long_dims(self, node: fx.Node) -> list[int]:
+        """The dims of a tensor that have positions."""
+        sizes = (size if rows is None else rows for size, rows in zip(value_of(node).shape, batch_coefficients(node)))
+        return [dim for dim, size in enumerate(sizes) if int(size) and int(size) % self.length == 0]
+
+    def long_sizes(self, node: fx.Node) -> list[str]:
+        """Their sizes."""
+        return [str(value_of(node).shape[dim]) for dim in self.long_dims(node)]
 
     def input(self, node: fx.Node) -> _State:
         state, name = self.along(node), str(node.target)
@@ -168,17 +186,25 @@ class _Analysis:
             return self.ignoring(node, name, operands, states)
         if kind is Kind.SCAN and isinstance(states[0], _Along) and not states[0].shard.parts:
             return replace(states[0], zero=False, labels="")
-        if self.along(node) is _SQUARE:
-            if kind in (Kind.SCAN, Kind.SORT) or (
-                name == "flip" and any(isinstance(state, _Square) for state in states)
-            ):
-                raise self.refused(node, "it joins positions, and no causal mask is known")
-            return _SQUARE
-        if any(isinstance(state, _Square) for state in states):
+        squares = [operand for operand, state in zip(operands, states) if isinstance(state, _Square)]
+        if squares and not self.by_element(node, kind, operands, squares):
             raise self.refused(node, "it joins positions, and no causal mask is known")
+        if self.along(node) is _SQUARE:
+            return _SQUARE
         if node.target in vars(random_streams).values() or kind is Kind.RANDOM:
             self.check_random(node, states)
         return self.by_rule(node, name, operands, states)
+
+    def by_element(self, node: fx.Node, kind: Kind, operands: list[fx.Node], squares: list[fx.Node]) -> bool:
+        """Whether an element of the result depends on the elements of ``squares`` in its own two positions alone."""
+        if self.along(node) is not _SQUARE:
+            return False
+        if kind in (Kind.RESHAPE, Kind.EXPAND):
+            return all(self.long_sizes(each) == self.long_sizes(node) for each in squares)
+        looked_up = kind in (Kind.LOOKUP, Kind.INDEX) and not self.states[operands[0]]
+        return (
+            looked_up or kind in (Kind.POINTWISE, Kind.ALIAS, Kind.COPY, Kind.PERMUTE) or operator_name(node) in _HALVES
+        )
 
     def made(self, node: fx.Node, name: str, kind: Kind) -> _State:
         """A value that is made of none that has positions."""
@@ -195,10 +221,14 @@ class _Analysis:
 
     def part(self, node: fx.Node, name: str, state: _State) -> _State:
         """A part of a value; along positions its first ones, or all but a few of the last."""
+        source = operands_of(node)[0]
+        dim, size = literal(node, "dim"), value_of(source).ndim
         if isinstance(state, _Square):
+            whole = name == "slice" and str(value_of(node).shape[dim]) == str(value_of(source).shape[dim])
+            if dim % size in self.long_dims(source) and not whole:
+                raise self.refused(node, "it takes a part of what has positions by positions")
             return self.along(node)
         assert isinstance(state, _Along)
-        dim, size = literal(node, "dim"), value_of(node.args[0]).ndim  # type: ignore[arg-type]
         if dim % size != state.shard.dim:
             return self.by_rule(node, name, operands_of(node), [replace(state, labels="")], state.labels)
         if state.shard.parts:
@@ -318,6 +348,11 @@ class _Analysis:
         if found:
             raise self.refused(node, "it sums over all positions, of which no label that is ignored leaves any out")
         raise self.refused(node, "it computes with several positions at once")
+
+
+def _with_rows(node: fx.Node) -> bool:
+    """Whether it is rows that are in one dim with others; such an output is not offered."""
+    return any(rows not in (None, 1) for rows in batch_coefficients(node))
 
 
 def _numbers(node: fx.Node) -> list[Any]:

@@ -62,8 +62,7 @@ def predicted(program: Manifest, device: torch.device) -> Predicted | None:
     found = (kept_report(file, plan) or {}).get("predicted")
     if found is None:
         return None
-    kind = ((plan.get("cluster") or {}).get("device") or {}).get("kind", "cpu" if found["device"] == "CPU" else "cuda")
-    here = kind == device.type
+    here = (program.device_kind or ("cpu" if found["device"] == "CPU" else "cuda")) == device.type
     if device.type == "cuda":
         here &= found["device"].split("-")[0].lower() in torch.cuda.get_device_name(device).lower()
     peaks = tuple(found.get("allocated_memory_bytes", found["peak_memory_bytes"]))

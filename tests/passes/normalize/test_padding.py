@@ -54,6 +54,27 @@ def shifted(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1)
 
 
+def shifted_by_half(logits: Tensor, labels: Tensor) -> Tensor:
+    half = labels.shape[1] // 2
+    return F.cross_entropy(logits[:, : labels.shape[1] - half].flatten(0, 1), labels[:, half:].flatten())
+
+
+def scored(shown: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Attention to what is ``shown`` by scores, of the positions before."""
+
+    def mix(x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        return attention(attn_mask=((place[None, :] <= place[:, None]) & shown(x @ x.mT))[:, None])(x)
+
+    return mix
+
+
+near = scored(lambda scores: scores > 0)
+ranked = scored(lambda scores: scores.argsort(-1) < 4)
+seen = scored(lambda scores: scores.softmax(-1) > 0.02)
+counted = scored(lambda scores: (scores > 0).cumsum(-1)[:, :, -1:] > 3)
+
+
 def shifted_back(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten())
 
@@ -98,6 +119,7 @@ def test_causal_models_whose_loss_ignores_labels() -> None:
     assert fills(loss=weighed) == {"labels": -100}
     assert fills(masked(lambda row, column: column <= row)) == {"labels": -100}
     assert fills(masked(lambda row, column: (column <= row) & (column > row - 3))) == {"labels": -100}
+    assert fills(near) == {"labels": -100}
     assert fills(lambda x: causal(x).cumsum(1)) == {"labels": -100}
     assert fills(lambda x: causal(x) + x[:, :1] + x[:, 0:2].mean(1, keepdim=True)) == {"labels": -100}
 
@@ -118,6 +140,15 @@ def test_causal_models_whose_loss_ignores_labels() -> None:
         ({"place": lambda n: torch.arange(n - 1, -1, -1)}, "as long as the sequence"),
         ({"place": lambda n: torch.arange(1, n + 1)}, "as long as the sequence"),
         ({"loss": shifted_back}, "sums over all positions"),
+        ({"loss": shifted_by_half}, "follows the length"),
+        ({"mix": lambda x: causal(x) + x[:, x.shape[1] - 1, None]}, "follows the length"),
+        ({"mix": lambda x: causal(x) + x[:, x.shape[1] // 2, None]}, "follows the length"),
+        ({"mix": lambda x: causal(x) + x.flatten(0, 1).cumsum(0).view_as(x)}, "several positions at once|flattened"),
+        ({"mix": lambda x: causal(x) + x.diff(dim=1, append=x[:, :1])}, "positions"),
+        ({"mix": masked(lambda row, column: (column <= row) & (column <= row).flip(0))}, "joins positions"),
+        ({"mix": ranked}, "joins positions"),
+        ({"mix": seen}, "joins positions"),
+        ({"mix": counted}, "joins positions"),
         ({"loss": without_the_last}, "sums over all positions"),
         ({"loss": regularised}, "sums over all positions|computes with the length|follows the length"),
         ({"loss": of_all}, "follows the length|computes with the length"),
