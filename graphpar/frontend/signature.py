@@ -287,7 +287,7 @@ def named_outputs(output: Any, beside: Tensor | None = None) -> list[tuple[str, 
         GraphparError: it holds something other than tensors and numbers.
     """
     if isinstance(output, Tensor):
-        return [("output", output)]
+        return [] if output is beside else [("output", output)]
     if isinstance(output, Mapping):
         items: list[tuple[str, Any]] = [(str(key), value) for key, value in output.items()]
     elif dataclasses.is_dataclass(output):

@@ -350,6 +350,11 @@ class Manifest(Decisions, Interface):
             stages=tuple(stages),
         )  # fmt: skip
 
+    @property
+    def offered_outputs(self) -> tuple[ModelOutputInterface, ...]:
+        """Of a program for training: what an evaluation gives besides the loss."""
+        return self.evaluated_outputs if self.evaluates_apart else self.model_outputs
+
     def input(self, name: str) -> InputInterface:
         """Look up the input of this name."""
         return next(spec for spec in self.inputs if spec.name == name)

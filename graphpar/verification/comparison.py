@@ -187,6 +187,7 @@ class _Comparison:
         if plan.mode == TRAIN and reference.accumulated is not None:
             kinds.insert(2, "norm")
         kinds += ["optimizer"] if reference.stepped else []
+        kinds += ["output"] if reference.evaluated_outputs else []
         self.outcome = Verification(
             devices=plan.mesh.size,
             steps=steps,
@@ -209,9 +210,12 @@ class _Comparison:
     def outputs(self) -> None:
         for step, outputs in enumerate(self.reference.outputs):
             for name, expected in outputs.items():
-                key = f"output/{step}/{name}"
-                found = [self.written.ranks[rank][key] for rank in self.written.holders(key)]
-                self.tensor(step, "output", name, expected, found, 0.0)
+                self.output(step, name, expected)
+
+    def output(self, step: int | str, name: str, expected: Tensor) -> None:
+        key = f"output/{step}/{name}"
+        found = [self.written.ranks[rank][key] for rank in self.written.holders(key)]
+        self.tensor(step, "output", name, expected, found, 0.0)
 
     def training(self, result: JobResult) -> None:
         for losses in result.rank_losses or (result.losses,):
@@ -228,6 +232,8 @@ class _Comparison:
                 self.number(EVALUATION, "loss", self.reference.evaluated, loss)
             if not result.evaluated_losses:
                 self.outcome.problems.append("no batch was evaluated")
+            for name, expected in self.reference.evaluated_outputs.items():
+                self.output(EVALUATION, name, expected)
         self.parameters("parameter", "param", self.reference.parameters)
         self.parameters("optimizer", "stepped", self.reference.stepped)
         shared = {name: group for group in self.reference.ties for name in group}

@@ -31,8 +31,10 @@ from graphpar.ir.source import user_line
 from graphpar.runtime.checkpoints.weights import WeightFile, write_tensors
 from graphpar.runtime.debugging.fp64 import doubled, in_double
 from graphpar.runtime.launching.launch import KeptFolder
+from graphpar.runtime.manifest import ModelOutputInterface
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
 from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
+from graphpar.runtime.stages.model_outputs import join
 from graphpar.runtime.state.optimizers import made_by
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.policy import LARGEST_SCALE, Policy
@@ -82,7 +84,8 @@ class Reference:
     outputs: list[Mapping[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
     finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
-    evaluated: float | None = None  # the loss of the first batch in evaluation, with the parameters after the last step
+    evaluated: float | None = None  # the loss of the last step's batch in evaluation, with the parameters after it
+    evaluated_outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the model returns of it then
     learning_rate: float = LEARNING_RATE
     momentum: float = MOMENTUM
     loss_scale: float | None = None  # for fp16: one that no gradient of these batches overflows with
@@ -142,6 +145,7 @@ class _Setting:
         None  # of the model and a batch by name, in place of the model's own call and loss
     )
     evaluates: bool = False  # whether the program can
+    offered: tuple[ModelOutputInterface, ...] = ()  # what it gives then, besides the loss
     evaluated_layouts: Sequence[Sequence[int]] | None = None  # of evaluation, where the model is another program then
     decided: list[list[bool]] | None = (
         None  # where the program has one branch of each: what the conditions were in the first step
@@ -203,6 +207,7 @@ def run_reference(
     forward: Callable[..., Any] | None = None,
     stepping: Stepping | None = None,
     evaluates: bool = False,
+    offered: Sequence[ModelOutputInterface] = (),
     evaluated_layouts: Sequence[Sequence[int]] | None = None,
     branches: bool = False,
     lengths: Sequence[int] = (),
@@ -216,7 +221,7 @@ def run_reference(
         forward: called with the model and a batch by name, for the loss (or the outputs of inference), in place of the model and
             its loss function.
         stepping: of the model file, whose optimizer then makes as many steps with the same gradients.
-        evaluates: compute a loss in evaluation, too.
+        evaluates: compute a loss in evaluation, too, and what is ``offered`` of the model's outputs.
         evaluated_layouts: ``layouts`` of evaluation, where the program has other operators then.
         lengths: of the sequences of each of ``steps`` + 1 batches, where they vary.
         branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
@@ -234,6 +239,7 @@ def run_reference(
         stepping=stepping,
         forward=forward,
         evaluates=evaluates,
+        offered=tuple(offered),
         evaluated_layouts=evaluated_layouts,
         decided=[] if branches else None,
     )
@@ -325,7 +331,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     buffers = _buffers(model)
     reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
     if setting.evaluates:
-        reference.evaluated = sum(_evaluated(setting, policy, reference, part) for part in range(setting.parts))
+        _evaluate(setting, policy, reference)
     if setting.stepping is not None:
         with in_double() if double else nullcontext():
             _step_own(setting.stepping, policy, reference)
@@ -484,7 +490,7 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
     rows = setting.rows(reference.batches[step], part)
     counted = _counters(model) if setting.microbatched else []
     with setting.as_planned(step, part) as watched:
-        loss = _loss(setting, policy, rows) if setting.forward is None else _given_loss(setting.forward, policy, rows)
+        loss = _loss(setting, policy, rows)
         loss = loss / setting.parts if setting.parts > 1 else loss
     with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
@@ -502,22 +508,44 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
     return float(loss.detach())
 
 
-def _evaluated(setting: _Setting, policy: Policy, reference: Reference, part: int) -> float:
-    """Return the loss of a part of the first batch in evaluation."""
+def _evaluate(setting: _Setting, policy: Policy, reference: Reference) -> None:
+    """Run the last step's batch in evaluation, as the mean of its parts."""
     modes = {module: module.training for module in policy.model.modules()}
-    policy.begin()
     policy.model.eval()
-    rows = setting.rows(reference.batches[0], part)
     step = setting.steps + 1  # after so many batches, the accumulated one among them
-    with replace(setting, microbatched=False, decided=None).as_planned(step, part, evaluates=True), torch.no_grad():
-        loss = _loss(setting, policy, rows) if setting.forward is None else _given_loss(setting.forward, policy, rows)
+    alone = replace(setting, microbatched=False, decided=None)
+    losses, found = [], list[dict[str, Tensor]]()
+    for part in range(setting.parts):
+        policy.begin()
+        rows = setting.rows(reference.batches[setting.steps - 1], part)
+        with alone.as_planned(step, part, evaluates=True), torch.no_grad():
+            loss, output = _loss_and_output(setting, policy, rows)
+        losses.append(loss / setting.parts)
+        found.append(dict(named_outputs(output, loss)))
     for module, mode in modes.items():
         module.training = mode
-    return float(loss / setting.parts if setting.parts > 1 else loss)
+    reference.evaluated = float(sum(losses))
+    outputs = {
+        spec.name: join(
+            spec.name,
+            [part[spec.name] / (setting.parts if spec.adds else 1) for part in found],
+            spec.batch_dim,
+            spec.adds,
+        )
+        for spec in setting.offered
+        if setting.forward is None
+    }
+    reference.evaluated_outputs = reference.keep(reference.folder / "evaluated.safetensors", outputs)
 
 
 def _loss(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:
-    """The loss of these rows, as the model and its loss function compute it."""
+    """The loss of these rows, as the model and its loss function compute it, or the user's own reference."""
+    return _loss_and_output(setting, policy, rows)[0]
+
+
+def _loss_and_output(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    if setting.forward is not None:
+        return _given_loss(setting.forward, policy, rows), None
     args, kwargs, targets = setting.arguments(rows)
     args, kwargs = policy.inputs((args, kwargs))
     with policy.losses():
@@ -525,7 +553,7 @@ def _loss(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> Tens
     with policy.losses(in_loss_fn=True):
         loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
     assert isinstance(loss, Tensor), named_outputs(output)
-    return loss
+    return loss, output
 
 
 def _given_loss(forward: Callable[..., Any], policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:

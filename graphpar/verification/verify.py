@@ -165,6 +165,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         counted=manifest.count_inputs,
         layouts=manifest.streams,
         evaluates=_evaluates(manifest),
+        offered=manifest.offered_outputs,
         evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
         branches=bool(manifest.branches),
         lengths=_lengths(manifest, steps + 1),
@@ -219,7 +220,12 @@ def _subject(
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     parts = plan.mesh.replicas if plan.dp_mean else 1
     lengths = _lengths(manifest, steps + 1)
-    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, parts, _evaluates(manifest), tuple(lengths))
+    offered = tuple((spec.name, spec.batch_dim, spec.adds) for spec in manifest.offered_outputs)
+    key = (id(source), plan.mode, plan.global_batch, sizes, plan.dropout, parts) + (
+        _evaluates(manifest),
+        offered,
+        tuple(lengths),
+    )
     text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
     if (*key, text) not in shared:
         stepping = None if text is None or plan.mode != TRAIN else _own_optimizer(manifest)
@@ -234,6 +240,7 @@ def _subject(
             forward=forward,
             stepping=stepping,
             evaluates=_evaluates(manifest),
+            offered=manifest.offered_outputs,
             evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
             branches=bool(manifest.branches),
             lengths=lengths,

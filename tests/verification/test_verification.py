@@ -90,6 +90,11 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
         "stage_1.py",
         lambda text: text.replace(".sum()\n", f".sum() * 0 + {valid} / {parts.plan.microbatches}\n"),
     )
+    fault(
+        "an output of evaluation",
+        "stage_1.py",
+        lambda text: text.replace('("output", head)', '("output", head * 1.001)'),
+    )
     names = list(folders)
     shifted, doubled = _shifted(root)
     evaluating, dropping = _dropping()
@@ -172,6 +177,19 @@ def test_evaluation_is_compared(tampered: dict[str, Verification]) -> None:
     assert honest.ok, honest
     assert not wrong.ok and wrong.first_difference is not None
     assert (wrong.first_difference.step, wrong.first_difference.kind) == ("evaluation", "loss")
+
+
+@pytest.mark.costly
+def test_what_evaluation_gives_besides_the_loss_is_compared(tampered: dict[str, Verification]) -> None:
+    wrong = tampered["an output of evaluation"]
+
+    assert not wrong.ok and wrong.first_difference is not None
+    assert (wrong.first_difference.step, wrong.first_difference.kind, wrong.first_difference.name) == (
+        "evaluation",
+        "output",
+        "output",
+    )
+    assert tampered["honest"].max_error["output"] <= tampered["honest"].tolerance["output"]
 
 
 @pytest.mark.costly

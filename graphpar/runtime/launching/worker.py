@@ -70,7 +70,7 @@ class JobResult:
     drawn: tuple[tuple[Drawn, ...], ...] = ()
     """The dropouts of attention that each rank would have drawn by a kernel; they are off while a job runs."""
     evaluated_losses: tuple[float, ...] = ()
-    """The loss of the first batch in evaluation after the last step, as each rank of the last stage saw it."""
+    """The loss of the last step's batch in evaluation after it, as each rank of the last stage saw it."""
     norms: tuple[float, ...] = ()
     """The norm of those gradients before they were clipped, as each rank saw it."""
 
@@ -205,9 +205,8 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
             _train(pipeline, job, results)
             buffers = {f"buffer/{name}": value for name, value in _buffers(pipeline)}
             results.keep("state", _parameters(pipeline, "param") | buffers)
-            if job.get("evaluates") and (evaluated := pipeline.eval(load_file(job["batches"][0]))) is not None:
-                (loss,) = evaluated.values()
-                results.report["evaluated_loss"] = float(loss)
+            if job.get("evaluates"):
+                _evaluate(pipeline, load_file(job["batches"][job["steps"] - 1]), results)
             if job.get("gradients"):
                 _step_own(pipeline, job["gradients"])
                 results.keep("stepped", _parameters(pipeline, "stepped"))
@@ -216,6 +215,14 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
         if pipeline.program.mode != TRAIN:
             return
     results.report["whole_backward_stages"] = pipeline.whole_backward_stages
+
+
+def _evaluate(pipeline: Pipeline, batch: Mapping[str, Tensor], results: _Results) -> None:
+    """Keep the loss of a batch in evaluation, and all that the program offers of the model's outputs."""
+    offered = bool(pipeline.program.offered_outputs)
+    if (found := pipeline.eval(batch, outputs=offered)) is not None:
+        results.report["evaluated_loss"] = float(found.pop("loss"))
+        results.keep("evaluated", {f"output/evaluation/{name}": value for name, value in found.items()})
 
 
 def _check_generated(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:

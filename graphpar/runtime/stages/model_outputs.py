@@ -44,7 +44,7 @@ class ModelOutputs:
         self._own, self._program, self._groups = own, own.program, own.groups
         self._metrics, self._sums = metrics, {name: list[tuple[Tensor, Tensor | None]]() for name in metrics}
         program = own.program
-        has = _given(program) if program.mode == "train" else {}
+        has = {spec.name: spec for spec in program.offered_outputs}
         _check(own.program, list(has), outputs, metrics)
         names = list(has) if outputs is True else outputs or ()
         self._returned = [spec for name, spec in has.items() if name in names]
@@ -93,7 +93,7 @@ class ModelOutputs:
         """Take what this rank's stages have computed of a microbatch, whose inputs are ``batch``, of a ``program`` of their length."""
         own, last = self._groups.place["pp"], self._program.stages[-1].rank
         outputs: dict[str, Tensor] = {}
-        specs = _given(program)
+        specs = {spec.name: spec for spec in program.offered_outputs}
         for spec in (specs[each.name] for each in self._taken):
             maker = self._program.stages[spec.stage].rank
             if own == maker:
@@ -156,13 +156,6 @@ class ModelOutputs:
                 dist.all_reduce(total, group=replicas)
             found[name] = total[0] / total[1] if counts else total[0]
         return found
-
-
-def _given(program: Manifest) -> dict[str, ModelOutputInterface]:
-    """What the model returns in evaluation, by name."""
-    return {
-        spec.name: spec for spec in (program.evaluated_outputs if program.evaluates_apart else program.model_outputs)
-    }
 
 
 def _check(
