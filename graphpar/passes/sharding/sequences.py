@@ -42,8 +42,9 @@ def check_sequences(solution: Solution, pins: SearchConstraints) -> None:
                     else "end the range of lengths at a multiple of it"
                 )
                 raise GraphparError(
-                    f"Mesh {axis}={degree} divides sequences, but not the {' x '.join(map(str, lengths))} rows of an example that "
-                    f"{module_path(product.node) or name} takes; take a degree that does, {remedy}, or leave it out."
+                    f"Mesh {axis}={degree} divides sequences, but {module_path(product.node) or name} takes "
+                    f"{' x '.join(map(str, lengths))} positions of each example, which {degree} does not divide; take a degree that does, "
+                    f"{remedy}, or leave it out."
                 )
         if not any(divides_rows(choice, product, place) for product in products for choice in product.choices):
             shapes = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in problem.program.inputs)
