@@ -99,12 +99,12 @@ class Programs:
     @property
     def known(self) -> dict[str, tuple[Any, dict[str, Any]]]:
         """The programs: a size of Llama, or "gpt" or "experts", and what is pinned. A toy divides over fewer ranks."""
-        toy, one = self.toy, {"devices": 1, "microbatch_size": 2}
+        toy, one = self.toy, {"devices": 1, "microbatch_size": 2, "compile": False}
         whole, large, deep = self.size, *((llama.TOY,) * 2 if toy else (llama.LLAMA_8B, llama.LLAMA_70B))
         deep4 = llama.Size(**{**vars(llama.TOY), "layers": 8, "batch": 8}) if toy else deep
         short = deep4 if toy else llama.Size(**{**vars(llama.LLAMA_70B), "layers": 16})
         tp, pp, shards = (2, 4, 4) if toy else (8, 8, 64)
-        rows = {"microbatch_size": 1}
+        rows = {"microbatch_size": 1, "compile": False}
         largest = llama.TOY if toy else llama.LLAMA_405B
         context = {"cp": 2, "tp": 2, "dp_shard": 2} if toy else {"pp": 16, "cp": 2, "tp": 8, "dp_shard": 4}
         return {
@@ -114,7 +114,7 @@ class Programs:
             "whole, budget": (whole, {**one, "recompute": "budget:0.5"}),
             "whole, compiled": (whole, {**one, "compile": True}),
             "whole, offload": (whole, {**one, "offload": ("activations",)}),
-            "by hand": ("gpt", {"mesh": {"tp": tp}, "microbatch_size": 4}),
+            "by hand": ("gpt", {"mesh": {"tp": tp}, "microbatch_size": 4, "compile": False}),
             "tp": (large, {"mesh": {"tp": tp}, **rows}),
             "1F1B": (deep4, {"mesh": {"pp": pp, "tp": tp}, "schedule": "1f1b", **rows}),
             "Interleaved1F1B": (short, {"mesh": {"pp": pp // 2, "tp": tp}, "schedule": "interleaved1f1b", **rows}),

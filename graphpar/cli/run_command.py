@@ -41,7 +41,7 @@ from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, STEPS
 from graphpar.runtime.plan_record import kept_report
 from graphpar.runtime.rendezvous import on_gpus
-from graphpar.runtime.stages.compiled import backend_of, check_compiles
+from graphpar.runtime.stages.compiled import backend_of
 from graphpar.runtime.stages.modules import check_files
 from graphpar.text import bytes_text, plural, seconds_text
 
@@ -102,8 +102,8 @@ def launch(
     generation = checked(dict(generation or {}), folder, program) if generates else {}
     devices = program.world_size
     device = torch.device("cuda" if on_gpus(devices) else "cpu")
-    if (backend := backend_of(program, compile, device.type)) is not None:
-        check_compiles(program, backend, device)
+    if compile is not None:
+        backend_of(program, compile, device)  # refuses what it can't
     with reading_report(folder / "plan.json"):
         predicted = prediction(folder, plan, devices)
     if not {"weights", "checkpoint"} & set(generation):

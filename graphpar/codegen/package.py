@@ -70,7 +70,7 @@ from graphpar.runtime.manifest import (
     load_manifest,
     packed_record,
 )
-from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, WHOLE
 from graphpar.runtime.records import NAMES, written
 from graphpar.runtime.stages.modules import emitted_package, stage_module
 from graphpar.text import compressed, is_below, json_text, plural
@@ -409,7 +409,8 @@ def interface(
                 counts=tuple(stage.counts),
                 receives=tuple(_boundary(program, boundary, plan) for boundary in stage.receives),
                 sends=tuple(_boundary(program, boundary, plan) for boundary in stage.sends),
-                recomputes=bool(recomputed_in([stage], recomputed)),
+                recomputes=bool(own := recomputed_in([stage], recomputed)),
+                partly=tuple(path for path, how in own.items() if how.kind not in WHOLE),
                 evaluated=None if stage.evaluated is None else _evaluated(program, stage.evaluated, plan),
             )
             for stage in stages

@@ -143,7 +143,7 @@ def _given(works: Works, block: Block, node: fx.Node) -> Any:
 def _cost(works: Works, block: Block, node: fx.Node) -> int:
     others = {other.name for other in block.graph.nodes} - {node.name}
     rows = ROWS if works.program.symbolic else works.program.batch
-    return int(sum(_bytes_for(work, rows) for work in _forward(works.of(block.graph, block.name, others))))
+    return int(sum(_bytes_for(work, rows) for work in _forward(works.block(block, others))))
 
 
 def _forward(work: Work) -> Iterator[Work]:

@@ -56,25 +56,29 @@ class Works:
         self.differentiable = differentiable_nodes(program) if self.train else set()
         self.casts = cast_parameters(program) if self.train and not recasts else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
-        self._blocks: dict[str, Work] = {}
+        self._blocks: dict[tuple[str, bool], Work] = {}
 
-    def of(self, graph: fx.Graph, scope: str = "", without: Collection[str] = ()) -> Work:
-        """Return the work of ``graph``, a stage's or a block's (``scope`` is its name), with the blocks that it calls.
+    def of(self, graph: fx.Graph, without: Collection[str] = (), plain: Collection[str] = ()) -> Work:
+        """Return the work of the ``graph`` of a stage, with the blocks that it calls.
 
-        ``without``: names of nodes that are not counted.
+        Args:
+            without: names of nodes that are not counted.
+            plain: the paths of blocks that are not compiled.
         """
-        walk = _Walk(self, graph, scope, without)
-        found = Work(dict(Counter(walk.rows())))
+        found = Work(dict(Counter(_Walk(self, graph, "", without).rows())))
         for node in graph.nodes:
             if node.op == "call_module":
-                found = found + self.block(self.program.block_of(node))
+                found = found + self.block(self.program.block_of(node), plain=str(node.target) in plain)
         return found
 
-    def block(self, block: Block) -> Work:
-        """Return the work of one instance of a block."""
-        if block.name not in self._blocks:
-            self._blocks[block.name] = self.of(block.graph, block.name)
-        return self._blocks[block.name]
+    def block(self, block: Block, without: Collection[str] = (), *, plain: bool = False) -> Work:
+        """Return the work of one instance of a block, but of the nodes ``without``; ``plain``: it is not compiled."""
+        if without:
+            return Work(dict(Counter(_Walk(self, block.graph, block.name, without, plain=plain).rows())))
+        if (block.name, plain) not in self._blocks:
+            rows = _Walk(self, block.graph, block.name, (), plain=plain).rows()
+            self._blocks[block.name, plain] = Work(dict(Counter(rows)))
+        return self._blocks[block.name, plain]
 
     def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
         """Return the collectives of a node, forward and backward: of a transition, or those inside of a composite operator."""
@@ -203,9 +207,11 @@ def attention_of(node: fx.Node) -> Attention:
 class _Walk:
     """One graph."""
 
-    def __init__(self, works: Works, graph: fx.Graph, scope: str, without: Collection[str]) -> None:
+    def __init__(
+        self, works: Works, graph: fx.Graph, scope: str, without: Collection[str], *, plain: bool = False
+    ) -> None:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
-        self.compiled = works.compiled and bool(scope or not works.program.blocks)
+        self.compiled = works.compiled and not plain and bool(scope or not works.program.blocks)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the graph, without those of the blocks it calls."""

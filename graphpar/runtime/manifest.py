@@ -136,6 +136,8 @@ class StageInterface:
     sends: tuple[TensorInterface, ...] = ()
     recomputes: bool = False
     """Whether blocks of it run their forward again in the backward."""
+    partly: tuple[str, ...] = ()
+    """Those of them that keep results of single operators."""
     evaluated: EvaluatedInterface | None = None
     """What it takes and sends in evaluation, where the model is another program then."""
 

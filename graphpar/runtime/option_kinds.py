@@ -28,8 +28,8 @@ ZERO1_BY = ("contiguous", "longest", "flat")
 """How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What blocks run again in the backward; besides these, budgets."""
-BESIDE_OFFLOAD = ("none", "full")
-"""Those beside which what blocks keep can be moved to the host: all of it is autograd's."""
+WHOLE = ("none", "full")
+"""Those that keep no results of single operators: blocks that do can't be compiled, nor what they keep be moved to the host."""
 AUTO = "auto"
 """The least recomputation with which a plan fits."""
 SHOWN = 4

@@ -21,7 +21,6 @@ from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import (
     ANY_COUNT,
     AUTO,
-    BESIDE_OFFLOAD,
     COUNT,
     DROPOUTS,
     DTYPE_NAMES,
@@ -44,6 +43,7 @@ from graphpar.runtime.option_kinds import (
     SPLIT,
     STAGES,
     TEXT,
+    WHOLE,
     ZERO1_BY,
     Kind,
     Recompute,
@@ -119,13 +119,6 @@ def _legal_dp_mean(mean: bool, given: Decisions, mesh: Mesh, mode: str) -> None:
 def _for_training(name: str, mode: str) -> None:
     if mode != "train":
         raise GraphparError(f"{name} is for training; this program is for inference, so leave it out.")
-
-
-def _legal_dropout(dropout: str, given: Decisions, mesh: Mesh, mode: str) -> None:
-    if given.compile and dropout == DROPOUTS[1]:
-        raise GraphparError(
-            "compile: dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; leave one of them out."
-        )
 
 
 def _legal_zero(level: int, given: Decisions, mesh: Mesh, mode: str) -> None:
@@ -232,10 +225,10 @@ def _legal_offload(offload: tuple[str, ...], given: Decisions, mesh: Mesh, mode:
         return
     _for_training("offload", mode)
     kinds = given.recompute.values() if isinstance(given.recompute, Mapping) else [given.recompute]
-    other = next((kind for kind in kinds if kind not in (None, AUTO, *BESIDE_OFFLOAD)), None)
+    other = next((kind for kind in kinds if kind not in (None, AUTO, *WHOLE)), None)
     if "activations" in offload and other is not None:
         raise GraphparError(
-            f"offload=activations is unsupported with recompute={other}; take recompute={' or '.join(BESIDE_OFFLOAD)}."
+            f"offload=activations is unsupported with recompute={other}; take recompute={' or '.join(WHOLE)}."
         )
     level = level_of(mesh, given.zero)
     if "params" in offload and (mesh.shards == 1 or level < 2):
@@ -325,7 +318,7 @@ class Decisions:
         choice(*DROPOUTS), "attention masks: those of the unpartitioned model (exact, the default), or of torch's fused kernel (kernel)",
         group="pins", usual=DROPOUTS[0], about='how attention draws its dropout: ``"exact"``, the masks of the unpartitioned model on any '
         'mesh, computed without a fused kernel; or ``"kernel"``, torch\'s own kernel and generator: faster and without the scores in '
-        "memory, but other random draws on each mesh. Dropout outside of attention is exact in any case.", legal=_legal_dropout,
+        "memory, but other random draws on each mesh. Dropout outside of attention is exact in any case.",
     )
     zero: int | Any = option(
         LEVEL, "which state ranks of dp_shard and cp share: 1 optimizer state, 2 and 3 (default with dp_shard) all of it",
@@ -396,11 +389,12 @@ class Decisions:
         '``"params"`` (with ``zero`` 2 and 3 shards of parameters and gradients, and the optimizer\'s state: the host updates them), or '
         'several, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload, over=("dp_shard",),
     )
-    compile: bool | Any = option(
-        FLAG, "torch.compile compiles the blocks of the program: the plan is one that it can compile, priced with fused operators",
-        group="output", usual=False, about="leave out what compiled blocks don't support: schedules that split backwards, and "
-        "recomputation of a part of their results. Prices are those of fused operators; memory is counted as without.",
-        beside_plan=True,
+    compile: bool | None = option(
+        EITHER, "torch.compile compiles the blocks of the program, which are priced with fused operators, or not (default: on GPUs, where "
+        "it can)", group="output", about="whether ``torch.compile`` compiles blocks, but those that keep results of single operators. By "
+        "default on GPUs, except for generation, packed attention, schedules that split backwards, ``dropout='kernel'`` and offloaded "
+        "activations. True is refused with the last three, and leaves such schedules out of the search. Prices are those of fused "
+        "operators; memory is counted as without.", beside_plan=True,
     )
     seq: tuple[int, int] | None = option(
         RANGE, "lengths of the sequence that the program takes, such as 128..4096; priced at the longest (default: that of the example "

@@ -35,7 +35,7 @@ from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
-from graphpar.runtime.stages.compiled import backend_of, check_compiles
+from graphpar.runtime.stages.compiled import backend_of
 from graphpar.runtime.stages.loss_scale import FIRST, LossScale
 from graphpar.runtime.stages.microbatches import Microbatches, evaluating, forward_only, summed
 from graphpar.runtime.stages.model_outputs import Metric, ModelOutputs
@@ -82,9 +82,7 @@ class Pipeline(Stored):
         with agreed():
             self.program = load_manifest(folder)
             check_size(dist.get_world_size(), self.program.mesh, self.program.folder / SCRIPTS[self.program.mode])
-            self._backend = backend_of(self.program, compile, self.device.type)
-            if self._backend is not None:
-                check_compiles(self.program, self._backend, self.device)
+            self._backend = backend_of(self.program, compile, self.device)
         with agreed():
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)

@@ -21,10 +21,12 @@ import graphpar as gp
 from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weights
+from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.passes.planning.search import Planner
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.schedule_records import SCHEDULES
-from graphpar.runtime.stages.compiled import backend_of, check_compiles
+from graphpar.runtime.stages.compiled import backend_of
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 from graphpar.verification.tolerances import PRECISIONS
 from tests.ranks import compiled_script
@@ -42,12 +44,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "1F1B": {"mesh": {"pp": 2}},
     "interleaved": {"mesh": {"pp": 2}, "schedule": "Interleaved1F1B"},
     "recomputed": {"mesh": {"dp_shard": 2}, "recompute": "full"},
+    "partly": {"mesh": {"dp_shard": 2}, "recompute": {"**.0": "budget:0.6", "**.1": "full"}},
     "cp": {"mesh": {"cp": 2}},
     "ep": {"mesh": {"ep": 2}},
 }
 PAIRS = [
     *(("gpt_dropout", mesh) for mesh in ("tp", "zero 3", "interleaved", "recomputed")),
-    *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "1F1B")),
+    *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "partly", "1F1B")),
     *(("mixtral", mesh) for mesh in ("ep", "tp", "zero 3")),
     *((name, mesh) for name in ("t5", "unet", "resnet", "vit") for mesh in ("tp", "1F1B", "zero 3")),
 ]
@@ -195,19 +198,12 @@ def test_what_cant_be_compiled_is_refused(tmp_path: Path) -> None:
         plan = gp.plan(program, mesh={"pp": 2}, schedule=schedule)
         manifest = load_manifest(gp.partition(program, plan).save(tmp_path / schedule))
         with pytest.raises(RuntimeProgramError, match=rf"{schedule} splits backwards in two"):
-            check_compiles(manifest, "inductor", cpu)
+            backend_of(manifest, True, cpu)
         with pytest.raises(GraphparError, match=rf"compile: the schedule {schedule} splits backwards in two"):
             gp.plan(program, mesh={"pp": 2}, schedule=schedule, compile=True)
-    manifest = load_manifest(
-        gp.partition(program, gp.plan(program, recompute="selective")).save(tmp_path / "selective")
-    )
-    with pytest.raises(RuntimeProgramError, match=r"recompute=selective is about results of single operators"):
-        check_compiles(manifest, "inductor", cpu)
-    with pytest.raises(GraphparError, match=r"recompute=budget:0.6 is about results of single operators"):
-        gp.plan(program, recompute="budget:0.6", compile=True)
     manifest = load_manifest(gp.partition(program, gp.plan(program)).save(tmp_path / "one"))
     with pytest.raises(RuntimeProgramError, match=r"no backend 'induct'; there are .*inductor"):
-        check_compiles(manifest, "induct", cpu)
+        backend_of(manifest, "induct", cpu)
 
 
 def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
@@ -220,21 +216,36 @@ def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
     with pytest.raises(
         RuntimeProgramError, match=r"loses collectives in blocks that it compiles; use torch 2\.13 or later"
     ):
-        check_compiles(manifest, "inductor", torch.device("cpu"))
+        backend_of(manifest, True, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=r"blocks are not compiled, as the plan has it: torch .* loses collectives"):
+        assert backend_of(replace(manifest, compile=True), None, torch.device("cpu")) is None
 
 
-def test_a_program_is_compiled_as_planned(tmp_path: Path) -> None:
+def test_a_program_is_compiled_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpar.runtime.stages.compiled.has_triton", lambda: True)
     program = example("gpt")
     plans = {
         "of a mesh": gp.plan(program, mesh={"pp": 2}, compile=True),
         "of GPUs": gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64, compile=True),
+        "of GPUs, as usual": gp.plan(program, "2xA100", mesh={"pp": 2}, schedule="1F1B", global_batch=64),
         "plain": gp.plan(program, mesh={"pp": 2}),
+        "plain of GPUs": gp.plan(program, "2xA100", mesh={"pp": 2}, schedule="1F1B", global_batch=64, compile=False),
     }
     programs = {name: load_manifest(gp.partition(program, plan).save(tmp_path / name)) for name, plan in plans.items()}
-    found = {name: [backend_of(each, None, device) for device in ("cpu", "cuda")] for name, each in programs.items()}
-    assert found == {"of a mesh": ["inductor"] * 2, "of GPUs": [None, "inductor"], "plain": [None] * 2}
+    found = {
+        name: [backend_of(each, None, torch.device(device)) for device in ("cpu", "cuda")]
+        for name, each in programs.items()
+    }
+    assert found == {
+        "of a mesh": ["inductor"] * 2,
+        "of GPUs": [None, "inductor"],
+        "of GPUs, as usual": [None, "inductor"],
+        "plain": [None] * 2,
+        "plain of GPUs": [None] * 2,
+    }
     asked = {
-        compile: {backend_of(each, compile, "cpu") for each in programs.values()} for compile in (True, False, "eager")
+        compile: {backend_of(each, compile, torch.device("cpu")) for each in programs.values()}
+        for compile in (True, False, "eager")
     }
     assert asked == {True: {"inductor"}, False: {None}, "eager": {"eager"}}
 
@@ -243,6 +254,25 @@ def test_the_search_takes_a_plan_that_can_be_compiled() -> None:
     program = example("gpt")
     free = gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64)
     asked = gp.plan(program, "2xA100", mesh={"pp": 2}, global_batch=64, compile=True)
-    assert SCHEDULES[free.schedule].splits_backward  # else nothing is left out
-    assert not SCHEDULES[asked.schedule].splits_backward
-    assert set(asked.recompute.values() if isinstance(asked.recompute, dict) else [asked.recompute]) <= {"none", "full"}
+    assert SCHEDULES[free.schedule].splits_backward and not free.compile  # else nothing is left out
+    assert not SCHEDULES[asked.schedule].splits_backward and asked.compile
+
+
+def test_plans_on_gpus_compile_what_can_be() -> None:
+    program, pins = example("gpt_dropout"), {"mesh": {"pp": 2}, "schedule": "1F1B", "global_batch": 64}
+    for changed, compiles in (
+        ({}, True),
+        ({"recompute": "selective"}, True),  # whose blocks are not compiled
+        ({"schedule": "ZBVZeroBubble"}, False),
+        ({"offload": "activations"}, False),
+        ({"dropout": "kernel"}, False),
+    ):
+        assert gp.plan(program, "2xA100", **(pins | changed)).compile is compiles, changed  # type: ignore[arg-type]
+    assert not gp.plan(program, gp.Cluster.of_this_machine(2), **pins).compile  # type: ignore[arg-type]
+
+
+def test_a_search_on_gpus_prices_compiled_plans_beside_schedules_that_split_backwards() -> None:
+    pins = PlanConstraints(cluster=gp.Cluster.parse("4xA100"), mesh={"pp": 2}, global_batch=64)
+    every = Planner(example("gpt"), pins).space.all
+    seen = {(SCHEDULES[each.schedule].splits_backward, each.compile) for each in every}
+    assert seen == {(True, False), (False, True)}

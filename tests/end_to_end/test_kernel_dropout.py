@@ -213,7 +213,7 @@ def test_the_plan_says_it_and_reads_it_again() -> None:
 @pytest.mark.costly
 def test_prices_and_memory_follow() -> None:
     program, cluster = example("gpt_dropout"), "2xH100-SXM-80GB"
-    exact = gp.partition(program, gp.plan(program, cluster, mesh={"tp": 2}))
+    exact = gp.partition(program, gp.plan(program, cluster, mesh={"tp": 2}, compile=False))
     kernel = gp.plan(program, cluster, mesh={"tp": 2}, dropout="kernel")
     slow, fast = exact.plan.predicted, kernel.predicted
     assert slow is not None and fast is not None

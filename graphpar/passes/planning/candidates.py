@@ -42,6 +42,7 @@ class Candidate:
     zero: int = 0
     reshard: str | int = "default"
     overlap_tp: bool = False
+    compile: bool = False
     bound: float = field(default=0.0, compare=False)
 
     @property

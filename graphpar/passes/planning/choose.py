@@ -33,6 +33,7 @@ from graphpar.passes.planning.constraints import (
     check_offload,
     check_pipelined,
     check_replicas,
+    compiles,
     coupling_reason,
     global_batch,
     idle_pins,
@@ -199,6 +200,7 @@ def _plan(
         "prefetch": prefetch,
         "prefetch_distance": distance,
         "dropout": program.dropout,
+        "compile": compiles(program, pins, schedule, (cell for row in actions or () for cell in row)),
     }
     return Planned(
         model=program.name,

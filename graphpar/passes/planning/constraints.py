@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
 from graphpar.annotations.values import WHOLE, Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
+from graphpar.emitted.packed_attention import packed_attention
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.precision import Precision
@@ -23,9 +24,10 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import TRAIN
+from graphpar.runtime.option_kinds import GENERATE, TRAIN
 from graphpar.runtime.options import Request, check_decisions, level_of
 from graphpar.runtime.schedule_records import get_schedule
+from graphpar.runtime.stages.compiled import obstacle
 from graphpar.text import listed, share_text
 
 FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
@@ -115,6 +117,23 @@ def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
     if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
         return f"examples depend on each other: {coupled_text(program.couplings)}"
     return program.unsplittable
+
+
+def compiles(program: Program, pins: PlanConstraints, schedule: str, cells: Iterable[str | None] = ()) -> bool:
+    """Whether blocks are compiled under a schedule, whose table has ``cells``, if any: as pinned; else on GPUs where they can be, but for
+    generation, and packed attention, whose mask compiled blocks make."""
+    if pins.compile is not None:
+        return pins.compile
+    on_gpus = pins.cluster is not None and pins.cluster.device.kind != "cpu"
+    if not on_gpus or program.mode == GENERATE or is_packed(program):
+        return False
+    return obstacle(schedule, cells, pins.dropout, pins.offload or ()) is None
+
+
+def is_packed(program: Program) -> bool:
+    """Whether attention is inside of documents that are packed into rows."""
+    graphs = (program.graph, *(block.graph for block in program.blocks.values()))
+    return any(node.target is packed_attention for graph in graphs for node in graph.nodes)
 
 
 def usual_schedule(program: Program, pins: PlanConstraints) -> str:

@@ -136,7 +136,7 @@ def _priced(program: Program, plan: Planned, pins: PlanConstraints, cluster: Clu
 
 def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program, pins.compile, bool(pins.overlap_tp), pins.offload)
+    *less, most = least_first(program, bool(pins.overlap_tp), pins.offload)
     cluster = pins.cluster or Cluster.of_this_machine(pins.size)
     for kind in less:
         plan = _planned(program, replace(pins, recompute=kind))
@@ -274,11 +274,10 @@ def _check(pins: PlanConstraints) -> None:
 
 def _check_compile(pins: PlanConstraints) -> None:
     """Check that blocks can be compiled under what is pinned."""
-    schedule = "" if pins.schedule is None else canonical_name(pins.schedule)
+    schedule = CUSTOM if pins.schedule is None else canonical_name(pins.schedule)
     rows = () if pins.table is None else parse_table(pins.table).rows
     cells = [str(cell) for row in rows for cell in row if cell is not None]
-    recompute = "none" if pins.recompute in (AUTO, None) else pins.recompute
-    reason = obstacle(schedule or CUSTOM, cells, recompute, pins.offload or ())
+    reason = obstacle(schedule, cells, pins.dropout, pins.offload or ())
     if reason is not None:
         raise GraphparError(f"compile: {reason}.")
 

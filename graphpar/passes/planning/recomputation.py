@@ -18,20 +18,16 @@ from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.gradients import blocks_without_backward
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.runtime.option_kinds import AUTO, BESIDE_OFFLOAD, Recompute, checked_recompute, share_of
-from graphpar.runtime.stages.compiled import WHOLE
+from graphpar.runtime.option_kinds import AUTO, WHOLE, Recompute, checked_recompute, share_of
 from graphpar.text import is_at_or_below, is_below, listed, matching
 
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
-def least_first(
-    program: Program, compile: bool = False, overlap_tp: bool = False, offload: Collection[str] | None = None
-) -> tuple[str, ...]:
+def least_first(program: Program, overlap_tp: bool = False, offload: Collection[str] | None = None) -> tuple[str, ...]:
     """Return the kinds that :data:`AUTO` tries, in order.
 
     Args:
-        compile: those of blocks that ``torch.compile`` compiles.
         overlap_tp: no budgets, which number operators that it runs in pieces.
         offload: with activations, those whose results autograd alone keeps.
     """
@@ -39,9 +35,7 @@ def least_first(
     return tuple(
         kind
         for kind in kinds
-        if (not compile or kind in WHOLE)
-        and (not overlap_tp or share_of(kind) is None)
-        and ("activations" not in (offload or ()) or kind in BESIDE_OFFLOAD)
+        if (not overlap_tp or share_of(kind) is None) and ("activations" not in (offload or ()) or kind in WHOLE)
     )
 
 
@@ -49,7 +43,7 @@ def kinds_of(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
     """Return what blocks may recompute, the least first: what is pinned, or all that every block can do."""
     if pins.recompute != AUTO:
         return (pins.recompute or "none",)
-    kinds = least_first(program, bool(pins.compile), bool(pins.overlap_tp), pins.offload)
+    kinds = least_first(program, bool(pins.overlap_tp), pins.offload)
     try:
         recomputed_blocks(program, kinds[-1])
     except GraphparError:

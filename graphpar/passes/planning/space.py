@@ -20,6 +20,7 @@ from graphpar.passes.planning.candidates import Candidate
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_on_mesh,
+    compiles,
     coupling_reason,
     free_axes,
     global_batch,
@@ -173,12 +174,13 @@ class Space:
             for zero, reshard in self.states(mesh):
                 for schedule, depth, split_points in self._schedules(mesh, zero, reshard):
                     counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else divisors(rows)
+                    compiled = compiles(self.program, self.pins, schedule)
                     for count in counts:
                         size = rows // count
                         if (count == 1 or self._splits) and self.pins.microbatch_size in (None, size):
                             for overlap in overlaps:
                                 yield Candidate(
-                                    mesh, schedule, depth, size, count, split_points, zero, reshard, overlap
+                                    mesh, schedule, depth, size, count, split_points, zero, reshard, overlap, compiled
                                 )
 
     @functools.cached_property

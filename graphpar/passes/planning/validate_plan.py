@@ -95,9 +95,9 @@ def check_compiled(plan: Plan) -> None:
     """Check that ``torch.compile`` can compile the blocks of ``plan``'s program.
 
     Raises:
-        GraphparError: its schedule, or what blocks recompute, does not go with compiled blocks.
+        GraphparError: its schedule, its dropout, or what it offloads does not go with compiled blocks.
     """
-    reason = obstacle(plan.schedule, (cell for row in plan.actions or () for cell in row), plan.recompute, plan.offload)
+    reason = obstacle(plan.schedule, (cell for row in plan.actions or () for cell in row), plan.dropout, plan.offload)
     if reason is not None:
         raise GraphparError(f"compile: {reason}.")
 

@@ -12,13 +12,17 @@ operator without a fake kernel, it is refused: parts of a block between which Py
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
@@ -27,19 +31,30 @@ from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 
-WHOLE = ("none", "full")
-"""What compiled blocks may recompute."""
 
-
-def backend_of(program: Manifest, compile: bool | str | None, device: str) -> str | None:
-    """Return the backend that is meant on this kind of device; None: blocks run as they are.
+def backend_of(program: Manifest, compile: bool | str | None, device: torch.device) -> str | None:
+    """Return the backend that compiles blocks on this device; None: they run as they are.
 
     Args:
-        compile: None: as the plan has it, on the kind of device that it is for.
+        compile: None: as the plan has it, on the kind of device that it is for, unless they can't be compiled, which is warned of.
+
+    Raises:
+        RuntimeProgramError: they can't be compiled, as is asked for.
     """
+    asked = compile is not None
     if compile is None:
-        compile = program.compile and program.device_kind in (None, device) and program.mode != GENERATE
-    return ("inductor" if compile else None) if isinstance(compile, bool) else compile
+        compile = program.compile and program.device_kind in (None, device.type) and program.mode != GENERATE
+    backend = ("inductor" if compile else None) if isinstance(compile, bool) else compile
+    if backend is None:
+        return None
+    _keep_beside(program.folder)
+    if (reason := _unable(program, backend, device)) is None:
+        return backend
+    if asked:
+        raise RuntimeProgramError(reason)
+    if int(os.environ.get("RANK", "0")) == 0:
+        warnings.warn(f"blocks are not compiled, as the plan has it: {reason}", stacklevel=2)
+    return None
 
 
 def splits_backwards(schedule: str, cells: Iterable[str | None]) -> bool:
@@ -48,64 +63,58 @@ def splits_backwards(schedule: str, cells: Iterable[str | None]) -> bool:
     return (known is not None and known.splits_backward) or any("W" in cell for cell in cells if cell)
 
 
-def obstacle(
-    schedule: str, cells: Iterable[str | None], recompute: object, offload: Collection[str] = ()
-) -> str | None:
-    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute and ``offload`` to
-    the host."""
+def obstacle(schedule: str, cells: Iterable[str | None], dropout: str | None, offload: Collection[str]) -> str | None:
+    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, with this ``dropout`` and what they ``offload``
+    to the host."""
     if splits_backwards(schedule, cells):
         return (
             f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
             "schedule, such as 1F1B, or leave compile out"
         )
-    kinds = recompute.values() if isinstance(recompute, Mapping) else [recompute]
-    other = next((kind for kind in kinds if kind not in WHOLE), None)
-    if other is not None:
+    if dropout == KERNEL:
         return (
-            f"recompute={other} is about results of single operators, which compiled blocks do not have; compile the model with "
-            "recompute=full or none, or leave compile out"
+            "dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; compile the model without "
+            "dropout=kernel, or leave compile out"
         )
     if "activations" in offload:
         return "offload=activations with compiled blocks is not supported yet; leave one of them out"
     return None
 
 
-def check_compiles(program: Manifest, backend: str, device: torch.device) -> None:
-    """Check that the blocks of ``program`` can be compiled.
+def _keep_beside(folder: Path) -> None:
+    """Keep what inductor compiles in a folder beside the program, for other ranks and the next start, where that can be written and the
+    user has not set another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part, or
-            attention draws its dropout by a kernel.
-    """
-    if program.dropout == KERNEL:
-        raise RuntimeProgramError(
-            "dropout=kernel seeds torch's generator before each attention, which compiled blocks can't do; leave compile out, or compile "
-            "the model without --dropout kernel"
-        )
+    if os.environ.get(_CACHE, usual := default_cache_dir()) == usual and os.access(folder, os.W_OK):
+        os.environ[_CACHE] = str(folder / "compiled")
+
+
+def _unable(program: Manifest, backend: str, device: torch.device) -> str | None:
+    """Say why the blocks of ``program`` can't be compiled here."""
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
-        raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
+        return f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}"
     if not COMPILES_COLLECTIVES and (program.folder / "collectives.py").is_file():
-        raise RuntimeProgramError(
-            f"torch {torch.__version__} loses collectives in blocks that it compiles; use torch 2.13 or later, or run with --no-compile"
-        )
+        return f"torch {torch.__version__} loses collectives in blocks that it compiles; use torch 2.13 or later, or run with --no-compile"
     cells = (cell for row in (program.actions or {}).values() for cell in row)
-    reason = obstacle(program.schedule, cells, program.recompute, program.offload)
-    if reason is not None:
-        raise RuntimeProgramError(reason)
-    if backend == "inductor" and device.type == "cpu":
+    reason = obstacle(program.schedule, cells, program.dropout, program.offload)
+    if reason is None and backend == "inductor" and device.type == "cuda" and not has_triton():
+        return "torch.compile needs triton on GPUs; install it, or run with --no-compile"
+    if reason is None and backend == "inductor" and device.type == "cpu":
         from torch._inductor import cpp_builder
 
         try:
             cpp_builder.get_cpp_compiler()
         except Exception as error:
-            raise RuntimeProgramError(
-                f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or run with --no-compile"
-            ) from error
+            return f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or run with --no-compile"
+    return reason
 
 
-def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
+def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collection[str] = ()) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them.
+
+    Blocks ``partly``, which keep results of single operators and compute others again, are left as they are: compiled, they have none.
 
     A head that computes its loss in chunks is left as it is: these run their gradients in the forward, which torch can't trace.
     """
@@ -114,8 +123,9 @@ def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
     streams = sys.modules.get(f"{package}.random_streams")
     if streams is not None:
         hide_draws(streams)
+    left = {stage.get_submodule(path) for path in partly}
     for module in list(blocks(stage, package)) or [stage]:
-        if "in_chunks" not in module.forward.__code__.co_names:
+        if module not in left and "in_chunks" not in module.forward.__code__.co_names:
             module.forward = _whole(module, backend)  # type: ignore[method-assign]
 
 
@@ -150,6 +160,7 @@ def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
             yield from blocks(child, package)
 
 
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
 _PLAIN: dict[tuple[str, str], Callable[..., Tensor]] = {}
 """The emitted ``keep_mask`` and ``random_bits`` of each ``random_streams``, by the module's and its own name."""

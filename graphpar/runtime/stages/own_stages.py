@@ -79,7 +79,7 @@ class OwnStages:
         stage = empty_stage(package, interface, program.mode == "train")
         check_local_shapes(stage, program)
         if self._backend is not None:  # inside of what FSDP2 gathers, and of what is recomputed
-            compile_blocks(stage, package, self._backend)
+            compile_blocks(stage, package, self._backend, interface.partly)
         # a compiled block casts again in its backward, and keeps no copies
         casts = CastOnce(stage, list(blocks(stage, package)), program.casts if self._backend is None else {})
         if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once

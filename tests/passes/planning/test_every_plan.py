@@ -158,7 +158,7 @@ class Case:
         cluster = Cluster.of(small(room, self.launch_s), *self.nodes)
         links = {name: faster(getattr(cluster, name), self.slow) for name in ("intra_node", "inter_node")}
         cluster = replace(cluster, **links)  # type: ignore[arg-type]
-        fixed = {"cluster": cluster, "mesh": self.mesh, "overlap_tp": False}
+        fixed = {"cluster": cluster, "mesh": self.mesh, "overlap_tp": False, "compile": False}
         return Planner(self.program, PlanConstraints(**(fixed | self.asked | pins)))
 
     @functools.cached_property

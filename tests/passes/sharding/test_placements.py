@@ -366,7 +366,7 @@ def test_a_degree_that_does_not_divide_the_sequence_is_refused() -> None:
             gp.export(model, (torch.randn(4, length, 16),), loss_fn=lambda found: found.sum()), mesh={"cp": 4}
         )
 
-    with pytest.raises(GraphparError, match="cp=4 divides sequences, but not the 10 rows of an example"):
+    with pytest.raises(GraphparError, match="cp=4 divides sequences, but up takes 10 positions of each example"):
         planned(10)
     assert planned(8).mesh.cp == 4
 
