@@ -40,7 +40,7 @@ from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import AUTO, GENERATE, whole_number
 from graphpar.runtime.options import Decisions, check_decisions, checked, numbered
-from graphpar.runtime.schedule_records import canonical_name
+from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
 from graphpar.runtime.stages.compiled import obstacle
 from graphpar.runtime.stages.dropout import EXACT
 from graphpar.schedules.action_table import load_table, parse_table
@@ -225,6 +225,8 @@ def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Pl
         dropout=given.dropout,
         top=1,
     )
+    if isinstance(given, Plan) and given.schedule in SCHEDULES and SCHEDULES[given.schedule].splits_backward:
+        pins = replace(pins, compile=None)  # no schedule is in the way here
     best = Planner(program, pins, like).search().nearest
     if best is None:
         raise GraphparError(f"No plan of one device has a batch of {global_batch(program, pins)}.")
