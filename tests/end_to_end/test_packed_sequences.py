@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,14 +46,60 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.written, self.heads = written, heads
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
         if self.written:
-            scores = q @ k.mT * q.size(-1) ** -0.5 + torch.where(mask, 0.0, float("-inf"))
+            scores = q @ k.mT * q.size(-1) ** -0.5
+            scores = scores + torch.where(mask, 0.0, float("-inf")) if isinstance(mask, Tensor) else mask(scores)
             y = scores.softmax(-1) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+HIDDEN, SMALLEST = float("-inf"), torch.finfo(torch.float32).min
+LATER = torch.full((LENGTH, LENGTH), HIDDEN).triu(1)
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "neither": lambda same, causal: ~(~same | ~causal),
+    "logical": lambda same, causal: same.logical_not().logical_or(~causal).logical_not(),
+    "nested": lambda same, causal: torch.where(causal, torch.where(same, 0.0, HIDDEN), HIDDEN),
+    "a sum": lambda same, causal: torch.where(same, 0.0, SMALLEST) + LATER.clamp(min=SMALLEST),
+    "one minus": lambda same, causal: (1 - same.float()) * SMALLEST + (1.0 - torch.ones(LENGTH, LENGTH).tril()) * -1e9,
+    "a product": lambda same, causal: (1 - same.float() * causal) * -1e9,
+    "whole numbers": lambda same, causal: torch.zeros(same.shape).masked_fill((1 - (same & causal).long()).bool(), HIDDEN),
+    "compared": lambda same, causal: (same.int() * causal.int()) == 1,
+}  # fmt: skip
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "filled": lambda scores, same, causal: scores.masked_fill(~(same & causal), -1e9),
+    "filled twice": lambda scores, same, causal: scores.masked_fill(~causal, HIDDEN).masked_fill(~same, torch.tensor(SMALLEST)),
+    "added twice": lambda scores, same, causal: scores + LATER + torch.where(same, 0.0, HIDDEN),
+    "where": lambda scores, same, causal: torch.where(~same | ~causal, SMALLEST, scores),
+    "added and filled": lambda scores, same, causal: (scores + LATER).masked_fill(~same, HIDDEN),
+}  # fmt: skip
+"""Masks that are documents and causal, in other words; of attention that is written out, masked scores."""
+
+
+class Spelled(nn.Module):
+    """A layer for each way to write a mask."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.blocks = nn.ModuleList([Attention(name in SCORES, heads) for name in (*MASKS, *SCORES)])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        documents = (ids == END).cumsum(-1)[:, None]
+        same = ~(documents[..., None] != documents[..., None, :])
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        x = self.embed(ids)
+        for name, block in zip((*MASKS, *SCORES), self.blocks):
+            masked = (
+                functools.partial(SCORES[name], same=same, causal=causal)
+                if name in SCORES
+                else MASKS[name](same, causal)
+            )
+            x = block(x, masked)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class Packed(nn.Module):
@@ -127,7 +174,8 @@ def program(kind: str, heads: int) -> gp.Program:
         model, inputs = of_transformers(kind == "sliding")
         return gp.export(model, kwargs=inputs)
     ids = torch.randint(0, 12, (BATCH, LENGTH))
-    return gp.export(functools.partial(Packed, kind, heads), (ids, ids.roll(-1, 1)))
+    model = functools.partial(Spelled, heads) if kind == "spelled" else functools.partial(Packed, kind, heads)
+    return gp.export(model, (ids, ids.roll(-1, 1)))
 
 
 def parts(kind: str, plan: str) -> gp.Parts:
@@ -148,6 +196,12 @@ def test_rows_of_documents_train_as_in_the_model() -> None:
             parts("any numbers", "cp"), parts("window", "cp"), parts("sliding", "tp"), parts("of hidden values", "pp"),
         ]
     )  # fmt: skip
+
+
+@pytest.mark.costly
+def test_masks_in_other_words() -> None:
+    assert program("spelled", 2).idioms == {"attention": len(SCORES), "packed": len(MASKS) + len(SCORES)}
+    check_parts([parts("spelled", "tp"), parts("spelled", "pp"), parts("spelled", "cp")])
 
 
 def test_other_masks_stay() -> None:

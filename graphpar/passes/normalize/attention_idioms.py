@@ -26,7 +26,7 @@ from graphpar.passes.normalize.graph_matching import (
     number,
     sizes,
 )
-from graphpar.runtime.option_kinds import GENERATE
+from graphpar.passes.normalize.mask_conditions import conditions_of, constant, shows_itself
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -111,16 +111,21 @@ def _is_rounding(node: Any) -> bool:
     return copies and bool(value_of(node).is_floating_point() and value_of(node.args[0]).is_floating_point())
 
 
-def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float, float | None] | None:
-    """Return query, turned keys, mask, scale and cap of scores, undone step by step: casts, the mask, the cap, factors, the product."""
-    mask: fx.Node | None = None
+def _scores(scores: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float, float | None] | None:
+    """Return query, turned keys, mask, scale and cap of scores, undone step by step: casts, masks, the cap, factors, the product.
+
+    Scores that are replaced by a number other than -inf count only where a row has others: the mask must show each row itself.
+    """
+    node, mask, to_prove = scores, None, False
     cap: float | None = None
     scale, scaled = 1.0, False
     while isinstance(node, fx.Node) and node.op == "call_function":
         if is_call(node, "matmul", "bmm"):
             query, keys = node.args
             fits = isinstance(query, fx.Node) and isinstance(keys, fx.Node) and _is_scale(scale)
-            return (query, keys, mask, scale * (cap or 1.0), cap) if fits else None  # type: ignore[return-value]
+            if not fits or (to_prove and not _proven(mask, scores, masks)):
+                return None
+            return query, keys, mask, scale * (cap or 1.0), cap  # type: ignore[return-value]
         if _is_rounding(node):
             node = node.args[0]
         elif is_call(node, "mul", "div"):
@@ -132,36 +137,56 @@ def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, 
         elif is_call(node, "tanh") and cap is None and _is_scale(scale):
             cap, scale, scaled = scale, 1.0, True
             node = node.args[0]
-        elif mask is None and not scaled:
+        elif not scaled:
             found = _masked(node, masks)
             if found is None:
                 return None
-            node, mask = found
+            node, own, finite = found
+            mask, to_prove = own if mask is None else _both(scores, own, mask), to_prove or finite
         else:
             return None
     return None
 
 
-def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
-    """Return scores and mask of ``scores + mask``, ``scores.masked_fill(hidden, -inf)`` or ``where(shown, scores, -inf)``.
-
-    Scores that are replaced by a number other than -inf count only where a row has others: the mask must be causal.
-    """
+def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node, bool] | None:
+    """Return scores and mask of ``scores + mask``, ``scores.masked_fill(hidden, -inf)``, ``where(shown, scores, -inf)`` or ``where(hidden,
+    -inf, scores)``, and whether scores are replaced by another number than -inf."""
     if not is_call(node, "add", "masked_fill", "where") or len(node.args) < 2:
         return None
-    first, second = node.args[0], node.args[1]
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+    first, second, *rest = node.args
+    if not isinstance(first, fx.Node):
         return None
     if is_call(node, "add"):
-        plain = literal(node, "alpha", default=1) == 1
-        return (first, second) if plain and _is_mask(second, node, masks) else None
-    if is_call(node, "masked_fill") and hides(node.args[2]):
-        scores, shown = first, insert_helper(node, _aten.logical_not.default, (second,), ~value_of(second))
-    elif is_call(node, "where") and len(node.args) == 3 and hides(node.args[2]) and value_of(first).dtype == torch.bool:
-        scores, shown = second, first
+        plain = literal(node, "alpha", default=1) == 1 and isinstance(second, fx.Node)
+        return (first, second, False) if plain and _is_mask(second, node, masks) else None  # type: ignore[arg-type,return-value]
+    scores: Any
+    mask: Any
+    if is_call(node, "masked_fill"):
+        scores, mask, shows, by = first, second, False, rest[0]
+    elif len(rest) == 1 and constant(second, masks) is None:
+        scores, mask, shows, by = second, first, True, rest[0]
     else:
+        scores, mask, shows, by = rest[0] if rest else None, first, False, second
+    replaced = constant(by, masks)
+    if replaced is None or replaced > HIDES or not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node):
         return None
-    return (scores, shown) if filled(node.args[2]) == float("-inf") or _proven(shown, node, masks) else None
+    if value_of(mask).dtype != torch.bool:
+        return None
+    shown = mask if shows else insert_helper(node, _aten.logical_not.default, (mask,), ~value_of(mask))
+    return scores, shown, replaced != -math.inf
+
+
+def _both(node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node:
+    """Return the mask that shows scores before ``node`` what two masks show."""
+    values = value_of(first), value_of(second)
+    truths = [value.dtype == torch.bool for value in values]
+    if all(truths):
+        return insert_helper(node, _aten.logical_and.default, (first, second), values[0] & values[1])
+    if not any(truths):
+        return insert_helper(node, _aten.add.Tensor, (first, second), values[0] + values[1])
+    shown, added = (first, second) if truths[0] else (second, first)
+    made = torch.where(value_of(shown), value_of(added), -math.inf)
+    return insert_helper(node, _aten.where.ScalarOther, (shown, added, -math.inf), made)
 
 
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
@@ -172,27 +197,10 @@ def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     return value.ndim >= 2 and sizes(mask)[-2:] == sizes(node)[-2:]
 
 
-def filled(value: Any) -> float | None:
-    """Return the number that scores are replaced by."""
-    if is_call(value, "full", "scalar_tensor", "full_like"):
-        place = 0 if is_call(value, "scalar_tensor") else 1
-        return number(value.args[place])
-    return number(value)
-
-
-def hides(value: Any) -> bool:
-    """Return whether scores that are replaced by this, or to which it is added, count for nothing."""
-    given = filled(value)
-    return given is not None and given <= HIDES
-
-
-def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
+def _proven(mask: fx.Node | None, scores: fx.Node, masks: Masks) -> bool:
     """Whether a mask lets each row see itself."""
-    queries, keys = sizes(node)[-2:]
-    if queries != keys:
-        return False
-    slides = masks.program.mode == GENERATE and masks.window((mask,), queries) is not None
-    return slides or masks.is_causal(mask, queries)
+    queries, keys = sizes(scores)[-2:]
+    return mask is not None and queries == keys and shows_itself(mask, queries, masks)
 
 
 def _is_scale(scale: float) -> bool:
@@ -212,8 +220,7 @@ def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
 
 def causal_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
     """A mask of which the values prove that it is causal is no operand."""
-    length = sizes(node.args[0])[-2]
-    if mask_window(node, masks) is None or not masks.is_causal(literal(node, "attn_mask"), length):
+    if mask_window(node, masks) != masks.longest(sizes(node.args[0])[-2]):
         return False
     without_mask(node)
     return True
@@ -226,7 +233,7 @@ def mask_window(node: fx.Node, masks: Masks) -> int | None:
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
         return None
     length, keys = (sizes(operand)[-2] for operand in node.args[:2])
-    return masks.window((mask,), length) if length == keys else None
+    return masks.window(conditions_of(mask, length, masks), length) if length == keys else None
 
 
 def without_mask(node: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -45,7 +45,7 @@ class _UnknownError(Exception):
     """The mask depends on values that are not known before the program runs."""
 
 
-_UNKNOWN = (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError)
+UNKNOWN = (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,30 @@ class _Band:
         return _Band(first, torch.maximum(first, end), self.columns)
 
 
+class Condition(NamedTuple):
+    """A condition for a column to be shown: that a mask shows it or, of ``shown`` False, hides it.
+
+    Attributes:
+        node: of booleans, or added to scores.
+        number: of other numbers, which must be this one.
+    """
+
+    node: fx.Node
+    shown: bool = True
+    number: float | None = None
+
+    def of(self, value: Any) -> Any:
+        """Return the mask of booleans that is this condition, from the value of ``node``; a mask that is added stays as it is."""
+        if isinstance(value, _Band) and self.number is not None:
+            value = replace(value, hidden=None) if self.number == 0 else ~replace(value, hidden=None)
+        elif self.number is not None:
+            value = value == self.number
+        value = value if self.shown else ~value
+        if value is None:
+            raise _UnknownError
+        return value
+
+
 class Masks:
     """Knows which columns the masks of a program show; layers share them.
 
@@ -99,23 +123,19 @@ class Masks:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._lengths: dict[int, _Values] = {}
-        self._known: dict[tuple[fx.Node, ...], int | None] = {}
+        self._known: dict[tuple[Condition, ...], int | None] = {}
+        self.cases: dict[tuple[fx.Node, int | str], Any] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
 
-    def is_causal(self, mask: fx.Node, length: int | str) -> bool:
-        """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.
+    def window(self, conditions: tuple[Condition, ...], length: int | str) -> int | None:
+        """Return how many columns all of ``conditions`` show each row, its own the last, where there are so many before it.
 
-        A ``length`` that is no number is that of the sequence of a program for generation, whose masks are tried in several lengths.
+        That is the longest length (:meth:`longest`) where they are causal; None where they show anything else. A ``length`` that is no
+        number is that of the sequence of a program for generation, whose masks are tried in several lengths.
         """
-        return self.window((mask,), length) == self._longest(length)
-
-    def window(self, masks: tuple[fx.Node, ...], length: int | str) -> int | None:
-        """Return how many columns all of ``masks`` show each row, its own the last, where there are so many before it.
-
-        That is the (longest) length where they are causal; None where they show anything else.
-        """
-        made = value_of(masks[0])
-        if not isinstance(made, Tensor) or made.ndim < 2 or sizes(masks[0])[-2:] != [length, length]:
+        masks = tuple(sorted(conditions, key=lambda each: -value_of(each.node).ndim))
+        made = value_of(masks[0].node)
+        if not isinstance(made, Tensor) or made.ndim < 2 or sizes(masks[0].node)[-2:] != [length, length]:
             return None
         if not isinstance(length, int) and (self.program.mode != GENERATE or size_coefficient(made.shape[-1]) != 1):
             return None
@@ -123,21 +143,21 @@ class Masks:
             try:
                 with torch.no_grad():
                     self._known[masks] = self._window(masks, length)
-            except _UNKNOWN:
+            except UNKNOWN:
                 self._known[masks] = None
         return self._known[masks]
 
-    def _window(self, masks: tuple[fx.Node, ...], length: int | str) -> int | None:
-        longest = self._longest(length)
+    def _window(self, masks: tuple[Condition, ...], length: int | str) -> int | None:
+        longest = self.longest(length)
         width = _last_row(self._shown(masks, length, longest))
         if not 1 <= width <= longest:
             return None
         tried = [longest] if isinstance(length, int) else tried_lengths(longest, width)
         return width if all(_shows(self._shown(masks, length, n), n, width) for n in tried) else None
 
-    def _shown(self, masks: tuple[fx.Node, ...], length: int | str, tried: int) -> Any:
+    def _shown(self, masks: tuple[Condition, ...], length: int | str, tried: int) -> Any:
         """Return what all of the masks show; several are of booleans."""
-        first, *others = (self._values(length, tried).of(mask) for mask in masks)
+        first, *others = (mask.of(self._values(length, tried).of(mask.node)) for mask in masks)
         for other in others:
             first = (
                 first & other
@@ -155,11 +175,27 @@ class Masks:
             try:
                 with torch.no_grad():
                     value = self._values("", length).of(node)
-            except _UNKNOWN:
+            except UNKNOWN:
                 value = None
             yield length, value
 
-    def _longest(self, length: int | str) -> int:
+    def ends(self, node: fx.Node) -> tuple[float, float] | None:
+        """Return the least and the most number of a constant that has no others, whatever the batch; None where it has, or is none."""
+        values = self._values(0, 0)
+        try:
+            with torch.no_grad():
+                value = values.of(node)
+            if node in values.differing or self.program.mode == GENERATE:
+                return None
+            if isinstance(value, _Band):
+                return (min(0.0, value.hidden), max(0.0, value.hidden)) if value.hidden is not None else None
+            least, most = value.aminmax()
+            return (float(least), float(most)) if bool(((value == least) | (value == most)).all()) else None
+        except UNKNOWN:
+            return None
+
+    def longest(self, length: int | str) -> int:
+        """Return the length, or that of the longest sequence that a program for generation takes."""
         return length if isinstance(length, int) else self.program.batch
 
     def _values(self, length: int | str, tried: int) -> _Values:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.operators.batch import FILLED
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
@@ -108,6 +109,15 @@ def is_call(node: Any, *names: str) -> bool:
 def number(value: Any) -> float | None:
     """Return a Python number that an operator takes; None for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def filled(value: Any) -> float | None:
+    """Return the number that ``value`` is, or that an operator fills a tensor with; None for anything else."""
+    name = operator_name(value) if isinstance(value, fx.Node) and value.op == "call_function" else ""
+    if name not in FILLED or "empty" in name:
+        return number(value)
+    named = {"zeros": 0.0, "ones": 1.0}.get(name.removeprefix("new_").removesuffix("_like"))
+    return number(literal(value, "s" if name == "scalar_tensor" else "fill_value")) if named is None else named
 
 
 def sizes(node: Any) -> list[int | str]:

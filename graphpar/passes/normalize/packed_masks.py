@@ -4,12 +4,11 @@
     (documents[:, :, None] == documents[:, None, :]) & (p[:, None, :] <= p[:, :, None])    documents = (p.diff(prepend=..) != 1).cumsum(-1)
 
 The second is transformers' mask of position ids that start again: inside of a document they count up, so that they are as far apart as the
-positions are.
+positions are. How conditions are joined does not matter (:mod:`graphpar.passes.normalize.mask_conditions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +19,13 @@ from graphpar.ir.program import value_of
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.attention_idioms import filled, hides, without_mask, without_repeats
-from graphpar.passes.normalize.causal_masks import Masks
+from graphpar.passes.normalize.attention_idioms import without_mask, without_repeats
+from graphpar.passes.normalize.causal_masks import Condition, Masks
 from graphpar.passes.normalize.graph_matching import insert_call, is_call, number, sizes
+from graphpar.passes.normalize.mask_conditions import SHAPES, conditions_of, each_with_each, equals_itself, flat
 from graphpar.runtime.option_kinds import GENERATE
 
 _aten = torch.ops.aten
-_SHAPES = (Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS)
 
 
 def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool:
@@ -64,7 +63,7 @@ def packed_attention(node: fx.Node, found: dict[str, Any], masks: Masks) -> bool
 def _read_anew(documents: fx.Node, masks: Masks) -> fx.Node:
     """Return ``documents``, or a copy where they are a buffer: attention remembers what it found in a tensor, and a buffer is loaded."""
     root = documents
-    while record_of(root).kind in (*_SHAPES, Kind.COPY):
+    while record_of(root).kind in (*SHAPES, Kind.COPY):
         root = _first(root)
     if root.op != "get_attr":
         return documents
@@ -78,53 +77,22 @@ def _read_anew(documents: fx.Node, masks: Masks) -> fx.Node:
 def _documents_of(mask: fx.Node, length: int, masks: Masks) -> tuple[fx.Node, int | None] | None:
     """Return the numbers of documents [b, s] of which ``mask`` shows each position its own, up to itself, and the window that it has;
     None where it shows others."""
-    parts = list(conjuncts(mask, length))
-    equal = {part: sides[0] for part in parts if (sides := _equal(part, length)) and sides[0] is sides[1]}
-    if len(equal) != 1 or value_of(documents := next(iter(equal.values()))).is_floating_point():
+    found = conditions_of(mask, length, masks)
+    equal = {each: same for each in found if (same := equals_itself(each, length)) is not None}
+    if len(set(equal.values())) != 1:
         return None
-    others = [part for part in parts if part not in equal]
+    documents = next(iter(equal.values()))
+    others = [each for each in found if each not in equal]
     counted = {
-        part: far for part in others if (far := _distance(part, length)) and _counts_up(documents, far.positions)
+        each: far for each in others if (far := _distance(each, length)) and _counts_up(documents, far.positions)
     }
-    others = sorted((part for part in others if part not in counted), key=lambda part: -value_of(part).ndim)
+    others = [each for each in others if each not in counted]
     window = masks.window(tuple(others), length) if others else length
     after = [far.most for far in counted.values() if far.most is not None] + [0] * bool(others)
     before = [1 - far.least for far in counted.values() if far.least is not None]
     if window is None or not after or min(after) != 0 or (window := min([window, *before])) < 1:
         return None
     return documents, None if window == length else window
-
-
-def conjuncts(mask: fx.Node, length: int) -> Iterator[fx.Node]:
-    """Yield the masks of booleans that all must show a column for ``mask`` to show it."""
-    while record_of(mask).kind in _SHAPES and sizes(mask)[-2:] == sizes(_first(mask))[-2:] == [length, length]:
-        mask = _first(mask)
-    if is_call(mask, "where") and len(mask.args) == 3 and filled(mask.args[1]) == 0 and hides(mask.args[2]):
-        yield from conjuncts(_first(mask), length)
-    elif (kept := _kept(mask)) is not None:
-        yield from conjuncts(kept, length)
-    elif is_call(mask, "bitwise_and", "logical_and", "__and__") and value_of(mask).dtype == torch.bool:
-        for part in mask.all_input_nodes:
-            yield from conjuncts(part, length)
-    else:
-        yield mask
-
-
-def _kept(mask: fx.Node) -> fx.Node | None:
-    """Return the mask of booleans that shows where another one, ``zeros.masked_fill(~shown, -inf)``, is zero; None where it is not that."""
-    if not is_call(mask, "masked_fill", "where") or len(mask.args) != 3:
-        return None
-    zero, hidden, value = mask.args if is_call(mask, "masked_fill") else (mask.args[2], mask.args[0], mask.args[1])
-    without = filled(zero) == 0 or is_call(zero, "zeros", "zeros_like", "new_zeros")
-    negated = isinstance(hidden, fx.Node) and is_call(hidden, "bitwise_not", "logical_not")
-    shown = _first(hidden) if negated else None  # type: ignore[arg-type]
-    return shown if without and hides(value) and shown is not None and value_of(shown).dtype == torch.bool else None
-
-
-def _equal(mask: fx.Node, length: int) -> tuple[fx.Node, fx.Node] | None:
-    """Return what is compared of columns and of rows, where a mask shows what is equal; None for another mask."""
-    sides = _sides(mask, length) if is_call(mask, "eq") else None
-    return (_flat(sides[0]), _flat(sides[1])) if sides is not None else None
 
 
 class _Distance(NamedTuple):
@@ -135,49 +103,33 @@ class _Distance(NamedTuple):
     most: int | None
 
 
-def _distance(mask: fx.Node, length: int) -> _Distance | None:
-    """Return which distances a mask shows, that compares positions with the same ones; None for another mask."""
-    sides = _sides(mask, length) if is_call(mask, "le", "lt", "ge", "gt") else None
+def _distance(condition: Condition, length: int) -> _Distance | None:
+    """Return which distances are shown where positions are compared with the same ones; None for another condition."""
+    mask, shown, _ = condition
+    sides = each_with_each(mask, length) if is_call(mask, "le", "lt", "ge", "gt") else None
     if sides is None:
         return None
     (columns, above), (rows, below) = map(_shifted, sides)
     if columns is not rows or columns.meta["val"].dtype not in (torch.int64, torch.int32):
         return None
-    less, strict = is_call(mask, "le", "lt"), is_call(mask, "lt", "gt")
+    less, strict = is_call(mask, "le", "lt") == shown, is_call(mask, "lt", "gt") == shown
     far = below - above
     if less == (sides[0] is mask.args[0]):
         return _Distance(columns, None, far - strict)
     return _Distance(columns, far + strict, None)
 
 
-def _sides(mask: fx.Node, length: int) -> tuple[fx.Node, fx.Node] | None:
-    """Return the operands of columns and of rows of a comparison of each with each."""
-    if len(mask.all_input_nodes) != 2:
-        return None
-    columns, rows = mask.all_input_nodes
-    if sizes(columns)[-2:] == [length, 1]:
-        columns, rows = rows, columns
-    return (columns, rows) if sizes(columns)[-2:] == [1, length] and sizes(rows)[-2:] == [length, 1] else None
-
-
 def _shifted(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the [b, s] that ``node`` has in order, and what is added to each."""
-    node, added = _flat(node), 0
+    node, added = flat(node), 0
     while (
         is_call(node, "add", "sub")
         and isinstance(by := literal(node, "other"), int)
         and literal(node, "alpha", default=1) == 1
     ):
         added += by if is_call(node, "add") else -by
-        node = _flat(_first(node))
+        node = flat(_first(node))
     return node, added
-
-
-def _flat(node: fx.Node) -> fx.Node:
-    """Return the [b, s] of which ``node`` has the elements in order, or the first of more dims that is no view."""
-    while record_of(node).kind in _SHAPES and value_of(node).ndim > 2:
-        node = _first(node)
-    return node
 
 
 def _counts_up(documents: fx.Node, positions: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import is_inplace
 from graphpar.passes.normalize.graph_matching import number
-from graphpar.passes.normalize.packed_masks import conjuncts
+from graphpar.passes.normalize.mask_conditions import conditions_of
 from graphpar.runtime.layout import R, Shard
 
 _HALVES = ("tril", "triu")  # are zero elsewhere
@@ -298,7 +298,8 @@ class _Analysis:
         """Whether a mask hides all positions behind each one."""
         if not isinstance(self.states[mask], _Square):
             return False
-        return any(self.masks.window((part,), self.length) is not None for part in conjuncts(mask, self.length))
+        found = conditions_of(mask, self.length, self.masks)
+        return any(self.masks.window((each,), self.length) is not None for each in found)
 
     def ignoring(self, node: fx.Node, name: str, operands: list[fx.Node], states: list[_State]) -> _State:
         """A loss that ignores labels, or the comparison that says which count."""

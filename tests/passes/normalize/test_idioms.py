@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
+from graphpar.passes.normalize.attention_idioms import mask_window
 from graphpar.passes.normalize.causal_masks import Masks
 from tests.tools.idiom_checks import LENGTH, WIDTH, Model, check_idioms, exported
 
@@ -269,6 +270,16 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
     "without a gradient": (lambda x, m: _by_hand(x, m, torch.detach), {}),
     "whole numbers": (lambda x, m: _by_hand(x, m, lambda s: s.int().float()), {}),
     "booleans that are added": (lambda x, m: _by_hand(x, m, lambda s: s + _arange_mask()), {}),
+    "causal, twice": (
+        lambda x, m: _by_hand(x, m, lambda s: torch.where(~_arange_mask(), -1e9, s) + torch.full((LENGTH, LENGTH), -1e9).triu(2)),
+        {"attention": 1, "is_causal": 1},
+    ),
+    "a row that sees nothing, and a number": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~(_arange_mask() & ~torch.eye(LENGTH, dtype=torch.bool)), -1e9)), {},
+    ),
+    "a number, and a row that sees nothing else": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~_arange_mask(), -1e9).masked_fill(x[:, None, None, :, 0] > 0, -math.inf)), {},
+    ),
     "of keys": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(_arange_mask()[3], float("-inf"))), {}),
     "of keys, and examples": (
         lambda x, m: _by_hand(x, m, lambda s: s.masked_fill((x[:, None, None, :, 0] > 1.5), float("-inf"))), {"attention": 1},
@@ -514,7 +525,7 @@ def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
     _, program = exported(padded)
     assert not program.idioms
     node = next(each for each in program.graph.nodes if "attention" in each.name)
-    assert not Masks(program).is_causal(node.args[3], LENGTH)
+    assert mask_window(node, Masks(program)) is None
 
 
 # ---- the pass --------------------------------------------------------------------------------------------------
