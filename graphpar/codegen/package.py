@@ -439,6 +439,7 @@ def interface(
         if program.evaluated
         else (),
         plain=program.plain,
+        unread=program.unread,
         multiple=1 if program.lengths is None else program.lengths.multiple,
         unpadded=fills if isinstance(fills, str) else None,
         no_eval=program.no_eval,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.frontend.between_steps import attributes_kept, check_memory, check_same, check_tensors, noted
@@ -63,6 +63,7 @@ from graphpar.frontend.trace_guards import (
     refuse_collective,
     unusual_apart,
 )
+from graphpar.frontend.unread import Unread
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients, without_evaluation
 from graphpar.ir.source import in_loop, user_line
@@ -115,6 +116,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
+    program.unread = _unread(request, program)
     trains_in = TRAIN if program.mode == TRAIN else source.mode
     program.source = replace(source, precision=source.precision.resolved(program.mode), mode=trains_in)
     program = with_adapters(program, request.model)
@@ -136,6 +138,28 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
             why = "" if isinstance(error, GraphparError) else "the model can't be traced in evaluation mode: "
             return without_evaluation(program, f"{why}{_first_line(error)}")
     return program
+
+
+def _unread(request: Request, program: Program) -> tuple[str, ...]:
+    """Name the arguments that the model never reads: neither their values, nor their shapes and types."""
+    used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    kinds = (Tensor, int, float)
+    left = {
+        place: Unread(leaf)
+        for place, (name, leaf) in enumerate(zip(request.names, request.leaves))
+        if isinstance(leaf, kinds) and not isinstance(leaf, bool) and name not in used
+    }
+    while left and program.mode != GENERATE:
+        changed: dict[str, Any] = {"still": {}, "scalars": [], "output_names": [], "returned": [], "assigned": []}
+        try:
+            other = _trace(replace(request, unread=left, **changed))
+            if not differs(program.graph, other.graph) and not any(each.read for each in left.values()):
+                return tuple(request.names[place] for place in left)
+        except Exception:  # it was read, or something was that cannot say so
+            pass
+        read = {place for place, each in left.items() if each.read} or set(left)
+        left = {place: Unread(request.leaves[place]) for place in left if place not in read}
+    return ()
 
 
 def _configures(model: nn.Module) -> str:
@@ -174,7 +198,9 @@ def _with_evaluation(request: Request, program: Program) -> Program:
     values = Values(request.model, request.recorder, ())
     again = functools.partial(_trace, evaluating)
     check_same(tuple(evaluating.assigned), other, again, values.tensor, lambda: evaluating.assigned)
+    unread = set(_unread(evaluating, other))
     program = with_evaluation(program, other)
+    program.unread = tuple(name for name in program.unread if name in unread)
     if program.retrace is not None and other.retrace is not None:
         program.retrace = functools.partial(_retrace_both, program.retrace, other.retrace)
     return program
@@ -285,6 +311,9 @@ class _Traced(nn.Module):
         values = cast(Values, self.values)
         values.begin(request.model, tensors)
         args, kwargs = cast_floating((args, kwargs), dtype)
+        if request.unread:
+            flat, spec = tree_flatten((args, kwargs, targets))
+            args, kwargs, targets = tree_unflatten([request.unread.get(i, leaf) for i, leaf in enumerate(flat)], spec)
         sizes = cast(Any, self.sizes)
         with (
             assignments_as_writes(request.model),

@@ -270,6 +270,7 @@ class Program:
     couplings: tuple[Coupling, ...] = ()
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
     plain: Mapping[str, Any] = field(default_factory=dict)  # what the model was given besides tensors: numbers, None
+    unread: tuple[str, ...] = ()  # what the model was given and reads nothing of
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function

@@ -195,6 +195,8 @@ class Interface:
     """The same of evaluation, where the model is another program then."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """What the model was given besides tensors, by name: numbers, strings, None."""
+    unread: tuple[str, ...] = ()
+    """What the model was given and reads nothing of: batches may have anything there."""
     no_eval: str | None = None
     """Why a program for training can't compute what the model computes in evaluation."""
     generation: Mapping[str, Any] = field(default_factory=dict)

@@ -98,18 +98,21 @@ def by_name(program: Manifest, batch: Any) -> Mapping[str, Any] | None:
 
 
 def flattened(program: Manifest, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a batch or an example has by the names of inputs; arguments may be lists and mappings, as the model takes them.
+    """Return what a batch or an example has by the names of inputs that are read; arguments may be lists and mappings, as the model takes
+    them.
 
     Raises:
         RuntimeProgramError: a number or another argument that is no tensor differs from what the model was compiled with.
     """
-    if all(isinstance(value, Tensor) for value in batch.values()):
+    if not program.unread and all(isinstance(value, Tensor) for value in batch.values()):
         return batch
     found: dict[str, Any] = {}
     for name, value in batch.items():
         found.update(zip(leaf_paths(name, value), tree_leaves(value), strict=True))
     for name, value in list(found.items()):
-        if name in program.plain:
+        if name in program.unread:
+            del found[name]
+        elif name in program.plain:
             if not isinstance(value, PLAIN) or value != program.plain[name]:
                 shown = repr(value) if isinstance(value, PLAIN) else f"a {type(value).__name__}"
                 raise RuntimeProgramError(
