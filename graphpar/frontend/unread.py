@@ -12,8 +12,6 @@ from torch import Tensor
 
 from graphpar.errors import GraphparError
 
-_OWN = {"__new__", "__init__", "__class__", "__getattribute__", "__setattr__", "__init_subclass__", "__subclasshook__"}
-
 
 class Unread:
     """An argument in whose place this is.
@@ -37,8 +35,10 @@ class Unread:
         self.read = True
         raise GraphparError("an argument is read that was taken for one that is not")
 
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse  # type: ignore[assignment]
+    __str__ = __repr__ = __format__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
 
-for _kind in (int, float, Tensor):
-    for _name in dir(_kind):
-        if _name.startswith("__") and _name not in _OWN and callable(getattr(_kind, _name)):
-            setattr(Unread, _name, Unread._refuse)
+
+for _name in {*dir(int), *dir(float), *dir(Tensor)} - {*dir(object), *vars(Unread)}:
+    if _name.startswith("__"):
+        setattr(Unread, _name, Unread._refuse)

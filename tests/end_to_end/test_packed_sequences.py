@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import graphpar as gp
 from graphpar.emitted import collectives
 from graphpar.emitted import packed_attention as emitted
 from graphpar.emitted.packed_attention import balanced_packed_attention, packed_attention
 from graphpar.operators.rank_threads import on_ranks
+from graphpar.runtime import Pipeline, start
+from graphpar.runtime.errors import RuntimeProgramError
 from tests.tools.programs import check_parts
 
 LENGTH, BATCH, WIDTH, END = 32, 4, 16, 0
@@ -221,6 +224,26 @@ def test_other_masks_stay() -> None:
 @pytest.mark.parametrize("kind", ["transformers", "sliding", *(kind for kind in KINDS if kind != "over the batch")])
 def test_each_kind_on_each_axis(kind: str, plan: str) -> None:
     check_parts([parts(kind, plan)])
+
+
+def test_what_a_model_never_reads_may_differ_in_each_batch(tmp_path: Path) -> None:
+    """transformers' collator gives the ends of the documents, of which each batch has another number, and the longest one."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batches = [
+        dict(collate([{"input_ids": list(range(1, n + 1))} for n in lengths])) for lengths in ([5, 20, 7], [17, 15])
+    ]
+    traced = gp.export(of_transformers(False)[0], kwargs=batches[0])
+    assert set(traced.unread) == {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert traced.idioms["packed"] == 2
+    torch.manual_seed(0)
+    model = of_transformers(False)[0]()
+    gp.partition(traced, gp.plan(traced)).save(tmp_path / "out", weights=model.state_dict())
+    with start() as ranks, Pipeline(tmp_path / "out", ranks.device) as pipeline:
+        pipeline.load_weights()
+        for batch in batches:
+            torch.testing.assert_close(pipeline.step(batch), model(**batch).loss)
+        with pytest.raises(RuntimeProgramError, match="the input position_ids has shape"):
+            pipeline.step({**batches[0], "position_ids": torch.arange(4)[None]})
 
 
 def varlen(

@@ -976,3 +976,38 @@ def test_a_module_that_several_blocks_share_writes_its_buffer() -> None:
     program = case.export()
     assert len(program.buffers) == 1
     assert_same(run(program, case), eager(case))
+
+
+class Given(nn.Module):
+    """``use`` of a tensor and a number, beside a layer."""
+
+    def __init__(self, use: Callable[[Tensor, int], object]) -> None:
+        super().__init__()
+        self.layer, self.use = nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor, ends: Tensor, longest: int) -> Tensor:
+        y = self.layer(x)
+        return (y * 2 if self.use(ends, longest) else y).sum()
+
+
+UNREAD: dict[str, tuple[Callable[[Tensor, int], object], tuple[str, ...]]] = {
+    "nothing": (lambda ends, longest: None, ("ends", "longest")),
+    "passed on, and there": (lambda ends, longest: {"ends": ends, "longest": longest}["ends"] is None, ("ends", "longest")),
+    "their types": (lambda ends, longest: isinstance(ends, Tensor) and not isinstance(longest, int), ("ends", "longest")),
+    "a comparison": (lambda ends, longest: longest > 3, ("ends",)),
+    "a size": (lambda ends, longest: torch.zeros(longest).numel() > 3, ("ends",)),
+    "in a text": (lambda ends, longest: f"{longest}" == "5", ("ends",)),
+    "its shape": (lambda ends, longest: ends.shape[0] > 3, ("longest",)),
+    "its length": (lambda ends, longest: len(ends) > 3, ("longest",)),
+    "one of the other": (lambda ends, longest: longest == ends.numel(), ()),
+    "a copy": (lambda ends, longest: copy.copy(ends) is None, ("longest",)),
+    "its type": (lambda ends, longest: ends.dtype is torch.int64, ("longest",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_arguments_of_which_nothing_is_read(name: str) -> None:
+    use, unread = UNREAD[name]
+    program = gp.export(Given(use), (torch.randn(4, 4), torch.arange(7), 5))
+    assert program.unread == unread
+    assert program.plain == {"longest": 5}
