@@ -153,7 +153,10 @@ def _unread(request: Request, program: Program) -> tuple[str, ...]:
         changed: dict[str, Any] = {"still": {}, "scalars": [], "output_names": [], "returned": [], "assigned": []}
         try:
             other = _trace(replace(request, unread=left, **changed))
-            if not differs(program.graph, other.graph) and not any(each.read for each in left.values()):
+            kept = {id(each.after) for each in changed["assigned"]}  # for the next step to read
+            if not differs(program.graph, other.graph) and not any(
+                each.read or id(each) in kept for each in left.values()
+            ):
                 return tuple(request.names[place] for place in left)
         except Exception:  # it was read, or something was that cannot say so
             pass
@@ -192,15 +195,15 @@ def _with_evaluation(request: Request, program: Program) -> Program:
         other = _trace_static(evaluating, program.batch, None, attempts=literals.attempts())
     if (reason := always_on(other.graph, but_dropout=True)) is not None:
         raise GraphparError(reason)
+    unread = set(_unread(evaluating, other)) if program.unread else ()
+    program.unread = tuple(name for name in program.unread if name in unread)
     if always_on(other.graph) is None and not differs(program.graph, other.graph):
         return program
     check_memory(other, request.model)
     values = Values(request.model, request.recorder, ())
     again = functools.partial(_trace, evaluating)
     check_same(tuple(evaluating.assigned), other, again, values.tensor, lambda: evaluating.assigned)
-    unread = set(_unread(evaluating, other))
     program = with_evaluation(program, other)
-    program.unread = tuple(name for name in program.unread if name in unread)
     if program.retrace is not None and other.retrace is not None:
         program.retrace = functools.partial(_retrace_both, program.retrace, other.retrace)
     return program

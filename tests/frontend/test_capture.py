@@ -1011,3 +1011,13 @@ def test_arguments_of_which_nothing_is_read(name: str) -> None:
     program = gp.export(Given(use), (torch.randn(4, 4), torch.arange(7), 5))
     assert program.unread == unread
     assert program.plain == {"longest": 5}
+
+
+def test_what_evaluation_or_the_next_step_reads_is_read() -> None:
+    given = (torch.randn(4, 4), torch.arange(7), 5)
+    evaluating = Given(lambda ends, longest: not evaluating.training and longest > 100)
+    assert gp.export(evaluating, given).unread == ("ends", "longest")
+    assert gp.export(evaluating, given, evaluates=True).unread == ("ends",)
+    keeping = Given(lambda ends, longest: setattr(keeping, "last", longest))
+    keeping.last = 5  # type: ignore[assignment]
+    assert gp.export(keeping, given).unread == ()

@@ -11,6 +11,7 @@ It joins conditions if its result in one of these cases is not among the results
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -59,6 +60,13 @@ def shows_itself(mask: fx.Node, length: int | str, masks: Masks) -> bool:
     found = conditions_of(mask, length, masks)
     others = tuple(each for each in found if not equals_itself(each, length))
     return not others or masks.window(others, length) is not None
+
+
+def hides_whole_rows(mask: fx.Node, length: int | str, masks: Masks) -> bool:
+    """Whether columns have no weight in a row that is shown none, either: numbers added to all of its scores change nothing."""
+    cases = _cases(mask, length, masks)
+    nothing = any(each.conditions and bool(each.held == 0) and bool((each.others == -math.inf).all()) for each in cases)
+    return nothing or value_of(mask).dtype == torch.bool or shows_itself(mask, length, masks)
 
 
 def equals_itself(condition: Condition, length: int | str) -> fx.Node | None:

@@ -28,7 +28,7 @@ from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import is_inplace
 from graphpar.passes.normalize.graph_matching import number
-from graphpar.passes.normalize.mask_conditions import conditions_of
+from graphpar.passes.normalize.mask_conditions import conditions_of, hides_whole_rows
 from graphpar.runtime.layout import R, Shard
 
 _HALVES = ("tril", "triu")  # are zero elsewhere
@@ -292,6 +292,11 @@ class _Analysis:
             mask = literal(node, "attn_mask")
             if not isinstance(mask, fx.Node) or not self.hides(mask):
                 raise self.refused(node, "it is not causal, as far as its mask shows")
+            if not hides_whole_rows(mask, self.length, self.masks):
+                raise self.refused(
+                    node,
+                    "a row may see nothing, and numbers that hide all alike then show what is added, too: give a mask of booleans",
+                )
         return _Along(query.shard, query.count)
 
     def hides(self, mask: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -59,12 +60,13 @@ def shifted_by_half(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, : labels.shape[1] - half].flatten(0, 1), labels[:, half:].flatten())
 
 
-def scored(shown: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Attention to what is ``shown`` by scores, of the positions before."""
+def scored(shown: Callable[[Tensor], Tensor], hidden: float | None = None) -> Callable[[Tensor], Tensor]:
+    """Attention to what is ``shown`` by scores, of the positions before; ``hidden`` is added to the others."""
 
     def mix(x: Tensor) -> Tensor:
         place = torch.arange(x.shape[1])
-        return attention(attn_mask=((place[None, :] <= place[:, None]) & shown(x @ x.mT))[:, None])(x)
+        mask = ((place[None, :] <= place[:, None]) & shown(x @ x.mT))[:, None]
+        return attention(attn_mask=mask if hidden is None else torch.where(mask, 0.0, hidden))(x)
 
     return mix
 
@@ -120,6 +122,8 @@ def test_causal_models_whose_loss_ignores_labels() -> None:
     assert fills(masked(lambda row, column: column <= row)) == {"labels": -100}
     assert fills(masked(lambda row, column: (column <= row) & (column > row - 3))) == {"labels": -100}
     assert fills(near) == {"labels": -100}
+    assert fills(scored(lambda scores: scores > 0, -math.inf)) == {"labels": -100}
+    assert fills(masked(lambda row, column: torch.where(column <= row, 0.0, -1e9))) == {"labels": -100}
     assert fills(lambda x: causal(x).cumsum(1)) == {"labels": -100}
     assert fills(lambda x: causal(x) + x[:, :1] + x[:, 0:2].mean(1, keepdim=True)) == {"labels": -100}
 
@@ -130,6 +134,7 @@ def test_causal_models_whose_loss_ignores_labels() -> None:
         ({"mix": attention()}, "not causal"),
         ({"mix": masked(lambda row, column: column >= row)}, "not causal"),
         ({"mix": masked(lambda row, column: column <= row + 1)}, "not causal"),
+        ({"mix": scored(lambda scores: scores > 0, -1e9)}, "a row may see nothing"),
         ({"mix": lambda x: causal(x) + x.mean(1, keepdim=True)}, "several positions at once"),
         ({"mix": lambda x: causal(x) + x[:, -1:]}, "last positions"),
         ({"mix": lambda x: causal(x.flip(1)).flip(1)}, "several positions at once"),
