@@ -87,9 +87,13 @@ def _placed(program: Program, plan: Plan) -> Program:
     problem = problem_of(program, given, plan.microbatch_size)
     if problem is None:
         return sharded(program, given, plan.microbatch_size, None).local
-    whole = {axis: R if AXIS[axis].replicas else I for axis in axes}
+    whole = {axis: frozenset({R} if AXIS[axis].replicas else {I}) for axis in axes}
+    unread = dict.fromkeys(axes, frozenset({R, I}))  # of training: buffers are either
     types = {
-        name: {axis: frozenset({kind}) for axis, kind in {**whole, **stored.get(name, {})}.items() if axis in axes}
+        name: {
+            **(whole if name in program.parameters else unread),
+            **{axis: frozenset({kind}) for axis, kind in stored.get(name, {}).items() if axis in axes},
+        }
         for name in (*program.parameters, *program.buffers, *program.constants)
     }
     workload = Workload(plan.microbatch_size, plan.microbatches)

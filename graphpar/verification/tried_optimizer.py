@@ -19,8 +19,8 @@ def tried_optimizer(parts: Parts) -> list[str]:
     """Step the optimizer of ``optimizer.py`` on small tensors; returns warnings.
 
     Raises:
-        GraphparError: its step needs a closure, or draws random numbers on several ranks, or it needs all parameters on one device, which
-            has no room for them, or it is made from values that not every rank has.
+        GraphparError: its step needs a closure, or draws random numbers on several ranks, or gives parameters whose state is sharded other
+            memory, or it needs all parameters on one device, which has no room for them, or it is made from values that not every rank has.
     """
     program, plan, manifest = parts.compilation.program, parts.plan, load_manifest(parts.folder)
     again = {name for names in program.ties for name in names[1:]}
@@ -40,7 +40,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
         return [f"The optimizer could not be tried here, so the ranks try it first: {error}"]
     if plan.mesh.size > 1:
         try:
-            found.check_ranks()
+            found.check_ranks(plan.zero)
         except RuntimeProgramError as error:
             raise GraphparError(f"{error}.") from None
     dividing = dividing_axes(manifest, found.scope)

@@ -20,12 +20,14 @@ from tests.tools.rank_pool import RankPool
 FAST: dict[str, dict[str, Any]] = {
     "language, pp": {"mesh": {"pp": 2}},
     "averaged, tp": {"mesh": {"tp": 2}},
+    "scaled, tp": {"mesh": {"tp": 2}},
     "early, dp_shard": {"mesh": {"dp_shard": 2}, "zero": 3},
 }
 SLOW: dict[str, dict[str, Any]] = {
     "language, tp": {"mesh": {"tp": 2}},
     "language, dp_shard": {"mesh": {"dp_shard": 2}, "zero": 3, "prefetch": "pre"},
     "language, cp": {"mesh": {"cp": 2}},
+    "scaled, cp": {"mesh": {"cp": 2}},
     "early, pp": {"mesh": {"pp": 2}},
     "averaged, pp": {"mesh": {"pp": 2}},
     "averaged, dp_shard": {"mesh": {"dp_shard": 2}, "zero": 1},

@@ -82,6 +82,22 @@ class Averaged(Language):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+class Scaled(Language):
+    """Evaluation divides logits by a temperature that training does not read."""
+
+    def __init__(self) -> None:
+        super().__init__(drop=0.0)
+        self.register_buffer("temperature", torch.linspace(0.5, 2.0, WORDS))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        logits = logits if self.training else logits / self.temperature
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 class Early(Language):
     """Evaluation leaves out the last layer, and the head's own name of the tied weight."""
 
@@ -160,6 +176,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]] 
     "language": (Language, None),
     "noisy": (Noisy, None),
     "averaged": (Averaged, None),
+    "scaled": (Scaled, None),
     "early": (Early, None),
     "routed": (Routed, routed_loss),
     "batch_norm": (lambda: Pooled(nn.BatchNorm1d), pooled_loss),

@@ -210,6 +210,27 @@ def test_a_step_that_fails_once_needs_no_closure() -> None:
     assert found.tried and found.scope is Scope.ELEMENT  # in float32, after it failed in float64
 
 
+def elsewhere(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def in_place(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.data.sub_(0.1 * parameter.grad)
+
+
+def test_a_step_that_gives_parameters_other_memory_is_refused_where_state_is_sharded() -> None:
+    found = look(lambda named: Simple(named, elsewhere), MODEL)
+    found.check_ranks(0)
+    for zero in (1, 2, 3):
+        with pytest.raises(RuntimeProgramError, match=r"the step of Simple gives parameters other memory"):
+            found.check_ranks(zero)
+    look(lambda named: Simple(named, in_place), MODEL).check_ranks(3)
+
+
 @pytest.mark.parametrize("change", [noisy, slightly_noisy])
 def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_the_trial(
     change: Callable[[list[nn.Parameter]], None], capfd: pytest.CaptureFixture[str]
@@ -223,5 +244,5 @@ def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_th
     torch.manual_seed(3)
     found = look(make, MODEL)
     assert torch.rand(2).equal(expected) and capfd.readouterr().out == ""
-    with pytest.raises(RuntimeProgramError, match="Simple, draws random numbers"):
-        found.check_ranks()
+    with pytest.raises(RuntimeProgramError, match="Simple draws random numbers"):
+        found.check_ranks(0)

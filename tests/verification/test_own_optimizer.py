@@ -61,7 +61,15 @@ def test_the_own_optimizer_is_stepped_and_a_fault_of_it_is_seen(tmp_path: Path, 
     good, bad = parts(tmp_path, **pins), parts(tmp_path, TEXT.replace("lr=0.01)", PLANTED), **pins)
     found, wrong = verify_all([good, bad], 2)
     assert found.ok and found.max_error["optimizer"] < 1e-5, found
-    assert found.to_json()["max_error"].keys() == {"loss", "gradient", "norm", "parameter", "buffer", "optimizer"}
+    assert found.to_json()["max_error"].keys() == {
+        "loss",
+        "gradient",
+        "norm",
+        "parameter",
+        "buffer",
+        "optimizer",
+        "output",
+    }
     assert not wrong.ok and wrong.max_error["parameter"] < 1e-5 < wrong.max_error["optimizer"], wrong
     assert str(wrong.first_difference).startswith("optimizer of "), wrong.first_difference
 
@@ -72,8 +80,12 @@ def test_what_no_plan_can_step_is_refused_at_compile(tmp_path: Path) -> None:
         parts(tmp_path, closure)
     noisy = TEXT.replace("p.sub_(p.grad *", "p.sub_(torch.randn_like(p) *")
     assert parts(tmp_path, noisy).report["warnings"] is not None  # one rank may draw
-    with pytest.raises(GraphparError, match="Lars, draws random numbers, which would differ between ranks"):
+    with pytest.raises(GraphparError, match="Lars draws random numbers, which would differ between ranks"):
         parts(tmp_path, noisy, mesh={"dp_replicate": 2})
+    moving = TEXT.replace("p.sub_(p.grad *", "p.data = p.data.sub(p.grad *")
+    assert moving != TEXT and parts(tmp_path, moving, mesh={"tp": 2}).report["warnings"] is not None
+    with pytest.raises(GraphparError, match=r"Lars gives parameters other memory \(p.data = ...\), and with zero=3"):
+        parts(tmp_path, moving, mesh={"dp_shard": 2}, zero=3)
 
 
 def test_an_optimizer_made_from_values_is_refused_where_ranks_lack_some(tmp_path: Path) -> None:

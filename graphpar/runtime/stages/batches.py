@@ -154,8 +154,8 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
     if tuple(value.shape) in (spec.shape, _own_shape(program, spec)):
         return _check_ids(spec, value)
     dim = spec.batch_dim
-    if dim is not None and value.dim() == len(spec.shape) and value.shape[dim] != spec.shape[dim]:
-        own = spec.shape[dim] // program.replicas
+    own = 0 if dim is None else spec.shape[dim] // program.replicas
+    if dim is not None and value.dim() == len(spec.shape) and value.shape[dim] not in (spec.shape[dim], own):
         raise RuntimeProgramError(
             f"the input {spec.name} has {value.shape[dim]} rows along dim {dim}; the program expects {spec.shape[dim]} "
             f"({program.microbatches} microbatches of {own // program.microbatches}"
@@ -163,11 +163,12 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
             "Pad or drop rows, or emit the program for another batch."
         )
     raise RuntimeProgramError(
-        f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}{_other_length(spec, value)}"
+        f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}"
+        f"{_other_length(program, spec, value)}"
     )
 
 
-def _other_length(spec: InputInterface, value: Tensor) -> str:
+def _other_length(program: Manifest, spec: InputInterface, value: Tensor) -> str:
     """Say what helps where an input has another size along one dim, such as a shorter sequence."""
     sizes = list(zip(value.shape, spec.shape)) if value.dim() == len(spec.shape) else []
     others = [dim for dim, (found, expected) in enumerate(sizes) if found != expected and dim != spec.batch_dim]
@@ -175,6 +176,13 @@ def _other_length(spec: InputInterface, value: Tensor) -> str:
         return ""
     (dim,) = others
     found, expected = sizes[dim]
+    if program.seq is not None:
+        if any(spec.per_position):
+            return f": inputs that vary in length have one length in a microbatch, here {expected}; pad them to the longest"
+        return (
+            f": its dim {dim} does not vary with --seq, as it was not as long as the sequence in the example inputs; pad it to {expected}, "
+            "or compile the model with an example in which both are equally long"
+        )
     padding = (
         f"pad it to {expected} (graphpar.runtime.pad: exact where attention is causal and the loss ignores labels of -100), or "
         if found < expected and not spec.dtype.is_floating_point

@@ -86,22 +86,29 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of an optimizer: what its step looks at, and whether it draws random numbers; whether it could be stepped at all."""
+    """What was found of an optimizer: what its step looks at, whether it draws random numbers, and whether it gives parameters other
+    memory; whether it could be stepped at all."""
 
     kind: str
     scope: Scope
     random: bool
     tried: bool
+    moves: bool = False
 
-    def check_ranks(self) -> None:
-        """Check that several ranks step alike what they all store.
+    def check_ranks(self, zero: int) -> None:
+        """Check that several ranks step alike what they all store, and where it is stored at this level of ZeRO.
 
         Raises:
             RuntimeProgramError: they would not.
         """
+        if self.moves and zero:
+            raise RuntimeProgramError(
+                f"the step of {self.kind} gives parameters other memory (p.data = ...), and with zero={zero} their values are sent from "
+                "the memory that they have; write into it, as p.data.copy_(...) or p.sub_(...) do, or use --mesh without dp_shard and cp"
+            )
         if self.random:
             raise RuntimeProgramError(
-                f"the step of the model file's optimizer, {self.kind}, draws random numbers, which would differ between ranks; use "
+                f"the step of {self.kind} draws random numbers, which would differ between ranks; use "
                 "an optimizer that draws none, or one device"
             )
 
@@ -131,11 +138,11 @@ def look(
         trial = _Trial(make, model, place)
         whole = trial.tried(trial.names)
         if whole is None or not all(change.any() for change in whole.changes.values() if change.numel()):
-            return Found(trial.kind, Scope.ALL, random=False, tried=False)
+            return Found(trial.kind, Scope.ALL, random=False, tried=False, moves=trial.moves)
         called = _Called()
         trial.tried(trial.names, called=called)
         scope = max(trial.scope(whole, flat), Scope.PARAMETER if called.reduces else Scope.ELEMENT)
-        return Found(trial.kind, scope, called.random or trial.random(whole), tried=True)
+        return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
 
 
 def made_again(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Callable[[Any], Optimizer]:
@@ -226,6 +233,7 @@ class _Trial:
 
     def __init__(self, make: Callable[..., Any], model: Mapping[str, Described], device: torch.device) -> None:
         self.make, self.model, self.device, self.dtype = make, model, device, torch.float64
+        self.moves = False  # whether a step gave a parameter other memory
         small = {
             name: nn.Parameter(torch.zeros(_small(each.shape), device=device))
             for name, each in model.items()
@@ -305,6 +313,7 @@ class _Trial:
         torch.manual_seed(seed)
         before = {name: cut(self.drawn[name][0]).to(self.dtype) for name in names}
         own = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+        memory = {name: parameter.detach() for name, parameter in own.items()}
         made = build_optimizer(self.make, {name: [parameter] for name, parameter in own.items()}, self.model)
         for group in made.param_groups:
             if "lr" in group and not float(group["lr"]):
@@ -318,6 +327,7 @@ class _Trial:
                     parameter.grad.fill_(math.inf)
             with called or contextlib.nullcontext():
                 _step(made)
+        self.moves |= any(own[name].data_ptr() != value.data_ptr() for name, value in memory.items())
         changes = {name: own[name].detach() - before[name] for name in names}
         return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
 

@@ -87,7 +87,7 @@ class Optimizers:
             scope = Scope.ELEMENT
             if make is not None and program.world_size > 1:
                 found = self._found(make, model)
-                found.check_ranks()
+                found.check_ranks(program.zero)
                 scope = found.scope
         axes = dividing_axes(program, scope)
         whole = WholeParameters(own, axes, scope, self.state(None), self._device) if axes else None
@@ -139,6 +139,7 @@ class Optimizers:
             found = self._found(made_again(optimizer, {copies[0]: name for name, copies in own.items()}), model)
         except RuntimeProgramError:
             return  # it is made of something else, or needs a closure, which is the loop's
+        found.check_ranks(program.zero)
         if found.tried and dividing_axes(program, found.scope):
             what = "all parameters together" if found.scope is Scope.ALL else "whole parameters"
             raise RuntimeProgramError(
