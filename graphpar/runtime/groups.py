@@ -25,6 +25,7 @@ from graphpar.runtime.debugging import lone_group
 from graphpar.runtime.distributed import gather_objects
 from graphpar.runtime.layout import Division, Shard, coordinates, rank_at
 from graphpar.runtime.rendezvous import PRIORITY
+from graphpar.runtime.torch_versions import forget_meshes
 
 _STATE = Division(STATE_AXES, Shard(0))
 
@@ -178,6 +179,7 @@ class Groups:
         for group in self._owned:
             dist.destroy_process_group(group)
         self._owned.clear()
+        forget_meshes()
         self._made.clear()
         self._state = None
         self.axes.clear()

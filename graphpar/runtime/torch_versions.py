@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,14 @@ COMPILES_COLLECTIVES = torch.__version__ >= "2.13"
 
 CHECKPOINTS = "_checkpoint_without_reentrant_generator" + ("_impl" if torch.__version__ >= "2.14" else "")
 """The name in ``torch.utils.checkpoint`` of what runs a region without reentrance; it takes the region first."""
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of operators: results on a mesh that is equal, but whose groups are destroyed."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
