@@ -295,7 +295,7 @@ class _Analysis:
             if not hides_whole_rows(mask, self.length, self.masks):
                 raise self.refused(
                     node,
-                    "a row may see nothing, and numbers that hide all alike then show what is added, too: give a mask of booleans",
+                    "a row may see nothing, and numbers that hide all keys equally then show what is added, too: give a mask of booleans",
                 )
         return _Along(query.shard, query.count)
 

@@ -170,7 +170,7 @@ def _check(
         which = f"output {unknown[0]!r}" if unknown else "outputs"
         near = near_match(unknown[0], has) if unknown else ""
         raise RuntimeProgramError(
-            f"the program has no {which}: of what the model returns besides the loss, it keeps what the loss is computed from and ranks "
+            f"the program has no {which}: of what the model returns with the loss, it keeps what the loss is computed from and ranks "
             f"can join, here {', '.join(has) or 'nothing'}.{near} Compile the model with --mode infer for the rest, or with --loss-chunk 0 "
             "for logits that the loss takes in chunks."
         )
