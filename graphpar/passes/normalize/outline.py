@@ -415,15 +415,23 @@ def _call(
     kept = ("val", "batch_coefficients", "types", "model_output")
     if len(region.outputs) == 1:
         (output,) = region.outputs
-        call.meta |= {key: output.meta[key] for key in kept if key in output.meta}
+        call.meta |= {key: output.meta[key] for key in kept if key in output.meta} | _mark(region, output)
         env[output] = call
         return
     call.meta["val"] = tuple(value_of(output) for output in region.outputs)
     for position, output in enumerate(region.outputs):
         item = graph.call_function(operator.getitem, (call, position))
-        item.meta = {key: output.meta[key] for key in ("source", *kept) if key in output.meta}
+        item.meta = {key: output.meta[key] for key in ("source", *kept) if key in output.meta} | _mark(region, output)
         item.meta["module_stack"] = call.meta["module_stack"]
         env[output] = item
+
+
+def _mark(region: Region, output: fx.Node) -> dict[str, Any]:
+    """Return the mark of a result that the model returns, where a region ends with redistributing it."""
+    value, inside = output, set(region.nodes) - set(region.outputs)
+    while "transition" in value.meta and value.all_input_nodes[0] in inside:
+        value = value.all_input_nodes[0]
+    return {"model_output": value.meta["model_output"]} if "model_output" in value.meta else {}
 
 
 def _stack_up_to(stack: tuple[tuple[str, str, str], ...], call: str) -> tuple[tuple[str, str, str], ...]:
