@@ -130,7 +130,7 @@ def _request(options: argparse.Namespace) -> _Request:
     given = read_plan(*read_record(options.plan)) if options.plan else None
     if given is not None:
         _check_beside_plan(options)
-        given = replace(given, compile=given.compile or bool(options.compile))
+        given = given if options.compile is None else replace(given, compile=options.compile)
         check_alone(given)
     if options.run and _traced_as(options, given)[1] == GENERATE:
         raise GraphparError(

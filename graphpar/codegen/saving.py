@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphpar.errors import GraphparError
+from graphpar.runtime.option_kinds import COMPILED
 from graphpar.text import listed
 
 RECORD = ".graphpar.json"
-_CACHES = ("__pycache__",)
+_CACHES = ("__pycache__", COMPILED)
 _NAMED = 8
 
 

@@ -283,6 +283,8 @@ STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
 
 TRAIN, INFER, GENERATE = MODES = ("train", "infer", "generate")
 """Steps of training, a forward of whole inputs, or tokens one after the other."""
+COMPILED = "compiled"
+"""The folder, in a program's, of what ``torch.compile`` made of it."""
 SCRIPTS = {TRAIN: "train.py", INFER: "train.py", GENERATE: "generate.py"}
 """The script in an emitted folder that torchrun starts, by mode."""
 STEPS = {TRAIN: "a step", INFER: "a batch", GENERATE: "a token"}

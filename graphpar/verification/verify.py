@@ -29,7 +29,7 @@ from graphpar.parts import Parts
 from graphpar.runtime.debugging.fp64 import WIDER
 from graphpar.runtime.launching.worker import run_jobs
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.option_kinds import COMPILED, GENERATE, TRAIN
 from graphpar.runtime.stages.lengths import dims_of
 from graphpar.runtime.stages.modules import check_files, emitted_package
 from graphpar.runtime.state.optimizers import factory
@@ -320,7 +320,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
 
 def _widened(folder: Path, copy: Path) -> Path:
     """Copy a program, with float64 in its ``plan.json`` wherever tensors of fewer bits are given or sent; the text stays."""
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("weights", "checkpoint*"))
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("weights", "checkpoint*", COMPILED))
     names = {_dtype_name(narrow): _dtype_name(wide) for narrow, wide in WIDER.items()}
 
     def widened(value: Any) -> Any:

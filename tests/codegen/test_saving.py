@@ -11,6 +11,7 @@ import pytest
 from graphpar.codegen import saving
 from graphpar.codegen.saving import RECORD, check_target, edited_files, record, save_package
 from graphpar.errors import GraphparError
+from graphpar.runtime.option_kinds import COMPILED
 
 FIRST = {"plan.json": "{1}", "train.py": "one", "stage_0.py": "s0", "weights/model.safetensors": "w1"}
 SECOND = {"plan.json": "{2}", "train.py": "two"}
@@ -39,6 +40,8 @@ def out(tmp_path: Path) -> Path:
 def test_what_graphpar_wrote_is_replaced_as_a_whole(out: Path) -> None:
     (out / "__pycache__").mkdir()
     (out / "__pycache__" / "train.pyc").write_text("made by Python")
+    (out / COMPILED / "fxgraph").mkdir(parents=True)
+    (out / COMPILED / "fxgraph" / "kernel").write_text("made by torch.compile")
     (out / "batch.safetensors").write_text("made by graphpar run")
     record(out, ["batch.safetensors"])
     assert not edited_files(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 from safetensors.torch import save_file
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._pytree import tree_map
 
 import graphpar as gp
+from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weights
@@ -219,6 +222,29 @@ def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
         backend_of(manifest, True, torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"blocks are not compiled, as the plan has it: torch .* loses collectives"):
         assert backend_of(replace(manifest, compile=True), None, torch.device("cpu")) is None
+
+
+def test_what_was_compiled_is_kept_in_the_programs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = example("gpt")
+    folder = gp.partition(program, gp.plan(program)).save(tmp_path / "one")
+    for before, kept in (
+        (default_cache_dir(), str(folder / "compiled")),
+        (str(tmp_path / "mine"), str(tmp_path / "mine")),
+    ):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        assert backend_of(load_manifest(folder), "eager", torch.device("cpu")) == "eager"
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == kept
+
+
+def test_a_plan_that_is_given_is_compiled_or_not_as_asked(tmp_path: Path) -> None:
+    file = str(example_file("gpt").path)
+    for number, (flags, compiles) in enumerate(
+        ((["--compile"], True), ([], True), (["--no-compile"], False), ([], False))
+    ):
+        given = [] if number else ["--mesh", "pp=2"]
+        plan = ["--plan", str(tmp_path / f"{number - 1}" / "plan.json")] if number else []
+        assert main(["compile", file, *given, *plan, *flags, "-o", str(tmp_path / f"{number}"), "--json"]) == 0
+        assert json.loads((tmp_path / f"{number}" / "plan.json").read_text())["compile"] is compiles
 
 
 def test_a_program_is_compiled_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torch.utils._triton import has_triton
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.option_kinds import COMPILED, GENERATE
 from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
@@ -87,7 +87,7 @@ def _keep_beside(folder: Path) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(_CACHE, usual := default_cache_dir()) == usual and os.access(folder, os.W_OK):
-        os.environ[_CACHE] = str(folder / "compiled")
+        os.environ[_CACHE] = str(folder / COMPILED)
 
 
 def _unable(program: Manifest, backend: str, device: torch.device) -> str | None:
