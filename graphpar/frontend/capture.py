@@ -63,7 +63,7 @@ from graphpar.frontend.trace_guards import (
     refuse_collective,
     unusual_apart,
 )
-from graphpar.frontend.unread import Unread
+from graphpar.frontend.unread import unread_in
 from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients, without_evaluation
 from graphpar.ir.source import in_loop, user_line
@@ -116,7 +116,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
-    program.unread = _unread(request, program)
+    program.unread = unread_in(request, program, _trace)
     trains_in = TRAIN if program.mode == TRAIN else source.mode
     program.source = replace(source, precision=source.precision.resolved(program.mode), mode=trains_in)
     program = with_adapters(program, request.model)
@@ -138,31 +138,6 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
             why = "" if isinstance(error, GraphparError) else "the model can't be traced in evaluation mode: "
             return without_evaluation(program, f"{why}{_first_line(error)}")
     return program
-
-
-def _unread(request: Request, program: Program) -> tuple[str, ...]:
-    """Name the arguments that the model never reads: neither their values, nor their shapes and types."""
-    used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    kinds = (Tensor, int, float)
-    left = {
-        place: Unread(leaf)
-        for place, (name, leaf) in enumerate(zip(request.names, request.leaves))
-        if isinstance(leaf, kinds) and not isinstance(leaf, bool) and name not in used
-    }
-    while left and program.mode != GENERATE:
-        changed: dict[str, Any] = {"still": {}, "scalars": [], "output_names": [], "returned": [], "assigned": []}
-        try:
-            other = _trace(replace(request, unread=left, **changed))
-            kept = {id(each.after) for each in changed["assigned"]}  # for the next step to read
-            if not differs(program.graph, other.graph) and not any(
-                each.read or id(each) in kept for each in left.values()
-            ):
-                return tuple(request.names[place] for place in left)
-        except Exception:  # it was read, or something was that cannot say so
-            pass
-        read = {place for place, each in left.items() if each.read} or set(left)
-        left = {place: Unread(request.leaves[place]) for place in left if place not in read}
-    return ()
 
 
 def _configures(model: nn.Module) -> str:
@@ -195,7 +170,7 @@ def _with_evaluation(request: Request, program: Program) -> Program:
         other = _trace_static(evaluating, program.batch, None, attempts=literals.attempts())
     if (reason := always_on(other.graph, but_dropout=True)) is not None:
         raise GraphparError(reason)
-    unread = set(_unread(evaluating, other)) if program.unread else ()
+    unread = set(unread_in(evaluating, other, _trace)) if program.unread else ()
     program.unread = tuple(name for name in program.unread if name in unread)
     if always_on(other.graph) is None and not differs(program.graph, other.graph):
         return program

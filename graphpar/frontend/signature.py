@@ -25,7 +25,6 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_leaves_with
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.between_steps import Assigned
 from graphpar.frontend.fixed_size import LiteralSizes
-from graphpar.frontend.unread import Unread
 from graphpar.ir.lengths import Lengths
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
@@ -62,7 +61,9 @@ class Request:
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
     returned: list[str] = dataclasses.field(default_factory=list)  # the same: what comes after the loss
     assigned: list[Assigned] = dataclasses.field(default_factory=list)  # filled by the trace: what the forward assigned
-    unread: Mapping[int, Unread] = dataclasses.field(default_factory=dict)  # in the place of leaves
+    unread: Mapping[int, Any] = dataclasses.field(
+        default_factory=dict
+    )  # what stands in the place of leaves that may not be read
     literals: LiteralSizes | None = None  # of traces at a fixed size
 
 

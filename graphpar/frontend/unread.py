@@ -6,11 +6,17 @@ argument's place, which can be passed on and compared with None, has the argumen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.evaluation import differs
+from graphpar.frontend.signature import Request
+from graphpar.ir.program import Program
+from graphpar.runtime.option_kinds import GENERATE
 
 
 class Unread:
@@ -42,3 +48,28 @@ class Unread:
 for _name in {*dir(int), *dir(float), *dir(Tensor)} - {*dir(object), *vars(Unread)}:
     if _name.startswith("__"):
         setattr(Unread, _name, Unread._refuse)
+
+
+def unread_in(request: Request, program: Program, trace: Callable[[Request], Program]) -> tuple[str, ...]:
+    """Name the arguments that the model never reads: neither their values, nor their shapes and types."""
+    used = {str(node.target) for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    kinds = (Tensor, int, float)
+    left = {
+        place: Unread(leaf)
+        for place, (name, leaf) in enumerate(zip(request.names, request.leaves))
+        if isinstance(leaf, kinds) and not isinstance(leaf, bool) and name not in used
+    }
+    while left and program.mode != GENERATE:
+        changed: dict[str, Any] = {"still": {}, "scalars": [], "output_names": [], "returned": [], "assigned": []}
+        try:
+            other = trace(replace(request, unread=left, **changed))
+            kept = {id(each.after) for each in changed["assigned"]}  # for the next step to read
+            if not differs(program.graph, other.graph) and not any(
+                each.read or id(each) in kept for each in left.values()
+            ):
+                return tuple(request.names[place] for place in left)
+        except Exception:  # it was read, or something was that cannot say so
+            pass
+        read = {place for place, each in left.items() if each.read} or set(left)
+        left = {place: Unread(request.leaves[place]) for place in left if place not in read}
+    return ()

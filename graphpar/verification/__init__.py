@@ -11,7 +11,8 @@ batches, accumulated and clipped.
 
 from graphpar.verification.comparison import Difference, Verification, compare
 from graphpar.verification.recorded import Recorded
-from graphpar.verification.reference import Accumulated, Reference, run_reference
+from graphpar.verification.reference import run_reference
+from graphpar.verification.reference_results import Accumulated, Reference
 from graphpar.verification.tolerances import PRECISIONS
 from graphpar.verification.verify import STEPS, reference_for, verify_all, verify_parts
 

@@ -22,7 +22,7 @@ from graphpar.runtime.option_kinds import TRAIN
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.text import plural
 from graphpar.verification.gathered import GatheredTensors, same
-from graphpar.verification.reference import Accumulated, Reference
+from graphpar.verification.reference_results import Accumulated, Reference
 from graphpar.verification.seeds import seed_problems
 from graphpar.verification.tolerances import Precision, least_precise, precision
 

@@ -14,7 +14,7 @@ from graphpar.frontend.modelfile import import_file
 from graphpar.ir.plan import Plan
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.modules import emitted_package, empty_stage
-from graphpar.verification.reference import Reference
+from graphpar.verification.reference_results import Reference
 from graphpar.verification.tolerances import least_precise
 
 

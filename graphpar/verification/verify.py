@@ -36,7 +36,8 @@ from graphpar.runtime.state.optimizers import factory
 from graphpar.text import plural
 from graphpar.verification.comparison import Verification, compare, largest_of, relative_error
 from graphpar.verification.recorded import Recorded
-from graphpar.verification.reference import SEED, Reference, Stepping, run_reference
+from graphpar.verification.reference import SEED, run_reference
+from graphpar.verification.reference_results import Reference, Stepping
 from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.emitted import random_streams
 from graphpar.verification import verify_all
-from graphpar.verification.reference import Reference, run_reference
+from graphpar.verification.reference import run_reference
+from graphpar.verification.reference_results import Reference
 from graphpar.verification.substituted import Substituted
 from tests.ranks import kernel_dropout_script
 from tests.tools.programs import example, example_file
