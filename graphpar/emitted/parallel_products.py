@@ -49,10 +49,7 @@ def gathered_products(
     x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; in memory in order with ``in_order``, which
     copies the whole of x
     """
-    results: tuple[Tensor, ...] = _Entering.apply(
-        x, axis, dim, in_order, len(weights), *weights, *_all(biases, weights)
-    )
-    return results
+    return _entering(x, weights, biases, axis, dim, in_order)
 
 
 def gathered_product(
@@ -73,8 +70,7 @@ def shared_products(
     x: Tensor, weights: Sequence[Tensor], axis: str, biases: Parameters | None = None
 ) -> tuple[Tensor, ...]:
     """x I -> ``F.linear`` by each weight: R; backward sums the gradients of the ranks. x [.., d], each weight [e, d] -> each [.., e]"""
-    results: tuple[Tensor, ...] = _Entering.apply(x, axis, None, True, len(weights), *weights, *_all(biases, weights))
-    return results
+    return _entering(x, weights, biases, axis, None, True)
 
 
 def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
@@ -92,6 +88,8 @@ def ring_gathered_products(
     biases = _all(biases, weights)
     if size(axis) == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases))
+    if not torch.is_grad_enabled():
+        return _ring_entered(x, weights, biases, axis, dim)[1]
     results: tuple[Tensor, ...] = _RingEntering.apply(x, axis, dim, len(weights), *weights, *biases)
     return results
 
@@ -109,8 +107,31 @@ def ring_scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Te
     return result
 
 
-class _Entering(torch.autograd.Function):
+def _entering(
+    x: Tensor, weights: Sequence[Tensor], biases: Parameters | None, axis: str, dim: int | None, in_order: bool
+) -> tuple[Tensor, ...]:
     """Products of what is gathered in ``dim``, or without it of what all ranks have alike."""
+    biases = _all(biases, weights)
+    if not torch.is_grad_enabled():  # there torch.compile passes a function of any number of arguments the wrong ones
+        return _entered(x, weights, biases, axis, dim, in_order)[1]
+    results: tuple[Tensor, ...] = _Entering.apply(x, axis, dim, in_order, len(weights), *weights, *biases)
+    return results
+
+
+def _entered(
+    x: Tensor, weights: Sequence[Tensor], biases: Parameters, axis: str, dim: int | None, in_order: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what is gathered, and the products."""
+    whole = x
+    if dim is not None:
+        shard = x if in_order else x.movedim(dim, 0).contiguous()
+        join = functools.partial(_gathered, axis=axis, dim=dim if in_order else 0)
+        whole = _watched(shard, _done(join(shard)), join)
+    results = [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
+    return whole, tuple(results if dim is None or in_order else (result.movedim(0, dim) for result in results))
+
+
+class _Entering(torch.autograd.Function):
 
     @staticmethod
     def forward(
@@ -118,14 +139,9 @@ class _Entering(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.axis, ctx.dim, ctx.in_order = axis, dim, in_order
         weights = [weight for weight in parameters[:count] if weight is not None]
-        whole = x
-        if dim is not None:
-            shard = x if in_order else x.movedim(dim, 0).contiguous()
-            join = functools.partial(_gathered, axis=axis, dim=dim if in_order else 0)
-            whole = _watched(shard, _done(join(shard)), join)
+        whole, results = _entered(x, weights, parameters[count:], axis, dim, in_order)
         ctx.save_for_backward(whole, *weights)
-        results = [F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[count:])]
-        return tuple(results if dim is None or in_order else (result.movedim(0, dim) for result in results))
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -209,6 +225,19 @@ def _rows(x: Tensor) -> Tensor:
 # In pieces.
 
 
+def _ring_entered(
+    x: Tensor, weights: Sequence[Tensor], biases: Parameters, axis: str, dim: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what is gathered, and the products, a piece at a time."""
+    whole = _widened(x, axis, dim)
+    results = tuple(whole.new_empty((*whole.shape[:-1], weight.size(0))) for weight in weights)
+    for source, piece in _travelling(x, axis):
+        _part(whole, axis, dim, source).copy_(piece)
+        for result, weight, bias in zip(results, weights, biases):
+            _part(result, axis, dim, source).copy_(F.linear(piece, weight, bias))
+    return whole, results
+
+
 class _RingEntering(torch.autograd.Function):
     """The functions that begin with ``ring_`` send pieces, and one is multiplied while the next is sent:
 
@@ -221,17 +250,12 @@ class _RingEntering(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: str, dim: int, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = [w for w in parameters[:count] if w is not None], parameters[count:]
-        whole = _widened(x, axis, dim)
-        results = [whole.new_empty((*whole.shape[:-1], weight.size(0))) for weight in weights]
-        for source, piece in _travelling(x, axis):
-            _part(whole, axis, dim, source).copy_(piece)
-            for result, weight, bias in zip(results, weights, biases):
-                _part(result, axis, dim, source).copy_(F.linear(piece, weight, bias))
+        weights = [weight for weight in parameters[:count] if weight is not None]
+        whole, results = _ring_entered(x, weights, parameters[count:], axis, dim)
         ctx.axis, ctx.dim = axis, dim
         _watched(x, whole, lambda x: _gather(x, axis, dim, (), None))
         ctx.save_for_backward(whole, *weights)
-        return tuple(results)
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable

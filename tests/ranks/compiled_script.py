@@ -29,7 +29,7 @@ STEPS = 3
 
 @dataclass
 class Trained:
-    """What a program did: losses, gradients of each step and parameters in the end, and graphs after each step."""
+    """What a program did: losses (and of a forward without gradients), gradients of each step and parameters in the end, and graphs after each step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -57,6 +57,7 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
             optimizer.step()
             pipeline.zero_grad()
             found.graphs.append(counters["stats"]["unique_graphs"])
+        found.losses += [float(value) for value in (pipeline.infer(batch, step=STEPS) or {}).values()]
         state = pipeline.state_dict().items()
         found.parameters = {name: local(value).detach().clone() for name, value in state}
     return found

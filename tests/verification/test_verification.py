@@ -22,12 +22,12 @@ from graphpar.cli import verify_command
 from graphpar.runtime.launching.worker import JobResult
 from graphpar.verification import Reference, Verification, compare, reference_for, verify_all
 from graphpar.verification.substituted import Substituted
-from tests.tools.programs import example, example_file
+from tests.tools.programs import example, example_file, traced_once
 from tests.tools.rank_pool import RankPool
 
 
 def _program(name: str, folder: Path, **pins: object) -> tuple[gp.Parts, Path]:
-    program = example(name)
+    program = traced_once(example_file(name), None, None, evaluates=True)
     plan = gp.plan(program, mesh={"pp": 2}, **pins)  # type: ignore[arg-type]
     model_file = str(example_file(name).path.resolve())
     parts = gp.partition(program, plan, model_file=model_file)

@@ -140,7 +140,7 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.Unsupported as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeProgramError(
                 f"torch.compile can't compile {type(module).__name__} as one graph; run with --no-compile, or change the code that it "
                 f"can't trace (a custom operator needs torch.library.register_fake): {error}"
