@@ -29,7 +29,8 @@ STEPS = 3
 
 @dataclass
 class Trained:
-    """What a program did: losses (and of a forward without gradients), gradients of each step and parameters in the end, and graphs after each step."""
+    """What a program did: losses (the last of a forward without gradients), gradients of each step, parameters in the end, and graphs after
+    each step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
