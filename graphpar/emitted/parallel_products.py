@@ -132,7 +132,6 @@ def _entered(
 
 
 class _Entering(torch.autograd.Function):
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, axis: str, dim: int | None, in_order: bool, count: int, *parameters: Tensor | None
