@@ -70,6 +70,7 @@ def export(
     param_dtype: str | None = None,
     output_dtype: str | None = None,
     keep_fp32: Sequence[str] | str | None = None,
+    fp8: Sequence[str] | str | None = None,
     seq: str | tuple[int, int] | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
@@ -111,7 +112,7 @@ def export(
             raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32)
+    precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32, fp8)
     ends = None if seq is None else RANGE.check("seq", seq)
     source = ModelSource(
         model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, ends

@@ -58,7 +58,7 @@ from graphpar.ir.program import (
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.naming import free_name
-from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, working_dtypes
+from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, rounded_weights, working_dtypes
 from graphpar.runtime.manifest import (
     Counts,
     EvaluatedInterface,
@@ -438,6 +438,7 @@ def interface(
         evaluated_streams=tuple(tuple(layout) for layout in program.evaluated.stream_layouts)
         if program.evaluated
         else (),
+        rounded_weights=rounded_weights(program, plan.sharding.parameters),
         plain=program.plain,
         unread=program.unread,
         multiple=1 if program.lengths is None else program.lengths.multiple,

@@ -167,7 +167,7 @@ class Compute:
 
     def rate_16(self, itemsize: int) -> float:
         """Return :meth:`rate` for operators that never run in 8 bits."""
-        if itemsize == 2 and self.dtype == "fp8":
+        if itemsize == 1 or (itemsize == 2 and self.dtype == "fp8"):
             return self.device.peak("bf16")
         return self.rate(itemsize)
 

@@ -286,6 +286,17 @@ class _Walk:
             yield row._replace(phase=Phase.INPUT)
 
     def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:
+        """Yield products; where operands are rounded for them, each is read for its scales, read again, and written."""
+        rounded = record_of(node).operand_bytes
+        for row in self._plain_products(node, products):
+            if rounded is None or row.phase is Phase.WEIGHT:
+                yield row
+                continue
+            yield row._replace(itemsize=rounded)
+            for elements in (row.matrices * row.m * row.k, row.matrices * row.k * row.n):
+                yield Traffic(row.phase, (2 * row.itemsize + rounded) * elements)
+
+    def _plain_products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Product]:
         itemsize, pieces = value_of(node).dtype.itemsize, self.works.ring_of(node)
         for product in products:
             count, m, n, k = product.count, product.m, product.n, product.k

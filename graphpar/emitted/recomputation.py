@@ -29,6 +29,7 @@ NAMES = {
     _aten.mm: "product",
     _aten.addmm: "product",
     _aten._grouped_mm: "product",
+    _aten._scaled_mm: "product",
     _aten._scaled_dot_product_flash_attention: "attention",
     _aten._scaled_dot_product_efficient_attention: "attention",
     _aten._scaled_dot_product_cudnn_attention: "attention",

@@ -191,12 +191,13 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """Return flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs
-        at fp32's rate.
+        at fp32's rate, as 8 bits do on CPUs.
 
         Raises:
             GraphparError: there is no such rate.
         """
-        for name in (dtype, "fp32") if dtype in ("tf32", "bf16", "fp16") else (dtype,):
+        falls_back = dtype in ("tf32", "bf16", "fp16") or (dtype == "fp8" and self.kind == "cpu")
+        for name in (dtype, "fp32") if falls_back else (dtype,):
             if name in self.flops:
                 return self.flops[name]
         raise GraphparError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}.")

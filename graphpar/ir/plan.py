@@ -48,7 +48,9 @@ class Plan(Decisions):
     @property
     def precision(self) -> Precision:
         """The dtypes that the program was traced for."""
-        return Precision(self.dtype, self.param_dtype, self.output_dtype or "", tuple(self.keep_fp32 or ()))
+        return Precision(
+            self.dtype, self.param_dtype, self.output_dtype or "", tuple(self.keep_fp32 or ()), tuple(self.fp8 or ())
+        )
 
     @property
     def microbatches(self) -> int:

@@ -25,12 +25,14 @@ class Precision:
         param_dtype: in which parameters are stored, and stepped. Empty: fp32 for training, ``dtype`` for inference.
         output_dtype: of the model's outputs, such as what a loss function takes. Empty: fp32 for training, for inference as computed.
         keep_fp32: patterns of modules that compute in fp32 and store their parameters in it, whatever the others do.
+        fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits.
     """
 
     dtype: str = "fp32"
     param_dtype: str = ""
     output_dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
+    fp8: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -39,6 +41,7 @@ class Precision:
         param_dtype: str | None = None,
         output_dtype: str | None = None,
         keep_fp32: Any = None,
+        fp8: Any = None,
     ) -> Precision:
         """Make a policy of what a user asks for; ``pure`` stores parameters in the compute dtype.
 
@@ -46,14 +49,17 @@ class Precision:
             GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``, or one has no use in fp32.
         """
         kept = () if keep_fp32 is None else PATTERNS.check("keep_fp32", keep_fp32)
+        eight = () if fp8 is None else PATTERNS.check("fp8", fp8)
         check_dtype("output_dtype", output_dtype)
         if dtype == AUTO and not pure and param_dtype is None:
-            return Precision(AUTO, "", output_dtype or "", kept)
+            return Precision(AUTO, "", output_dtype or "", kept, eight)
         for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
             check_dtype(name, value)
         for name, given in (("output_dtype", output_dtype), ("keep_fp32", kept)):
             if given and dtype in (None, "fp32"):
                 raise GraphparError(f"{name} is for a model that computes in 16 bits; give dtype=bf16 or fp16 with it.")
+        if eight and dtype != "bf16":
+            raise GraphparError("fp8 is for a model that computes in bf16 besides; give dtype=bf16 with it.")
         if pure and param_dtype not in (None, dtype or "fp32"):
             raise GraphparError(
                 f"pure stores parameters in the compute dtype, {dtype or 'fp32'}, but param_dtype is {param_dtype}; give one of them."
@@ -62,7 +68,9 @@ class Precision:
             raise GraphparError(
                 "pure stores parameters in the compute dtype, and that is fp32 anyway; give dtype=bf16 or fp16 with it."
             )
-        return Precision(dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept)
+        return Precision(
+            dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept, eight
+        )
 
     def resolved(self, mode: str) -> Precision:
         """Return the policy with its ``param_dtype`` filled in, for ``train`` or ``infer``."""
@@ -73,6 +81,7 @@ class Precision:
         """``dtype bf16 with parameters in fp32, outputs in bf16, **.norm in fp32``"""
         more = [f"outputs in {self.output_dtype}"] * bool(self.output_dtype)
         more += [f"{', '.join(self.keep_fp32)} in fp32"] * bool(self.keep_fp32)
+        more += [f"products of {', '.join(self.fp8)} in 8 bits"] * bool(self.fp8)
         return ", ".join([f"dtype {self.dtype} with parameters in {self.param_dtype}", *more])
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, fp8
 from graphpar.emitted import packed_attention as emitted_packed
 from graphpar.emitted import parallel_products as products
 from graphpar.emitted import ring_attention as emitted_ring
@@ -417,6 +417,16 @@ PRODUCTS = {
     if record.composite is not None
 }
 
+
+def _whole_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _in_8_bits(draw: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands that 8 bits don't round, of a product whose gradient they don't either."""
+    return (draw(2, 3, 4).sign(), draw(5, 4).sign()), {}
+
+
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +439,10 @@ RECORDS: dict[str, Record] = {
     **PRODUCTS,
     "linear": Record(
         Kind.PRODUCT, linear, bias=2, module="Linear", spelling=(write.function("F.linear", "input weight bias"),),
+    ),
+    "fp8_linear": Record(
+        Kind.PRODUCT, line("... k, n k -> ... n"), operand_bytes=1,
+        composite=Composite(fp8.fp8_linear, _whole_linear, samples=(_in_8_bits,)),
     ),
     **each("matmul mm bmm", Record(Kind.PRODUCT, matmul, spelling=(write.infix("@", write.PRODUCT),))),
     **each("mv dot", Record(Kind.PRODUCT, matmul)),

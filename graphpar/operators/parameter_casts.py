@@ -6,14 +6,18 @@ F.linear(x, self.up.weight.bfloat16())      weight in fp32      a copy in bf16, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
 
+from graphpar.emitted import collectives
+from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.runtime.layout import Shard, Type, divisions
 
 FEW = 0.05
 """The largest share of parameters, of those that are read in another dtype than the others, that ranks rather store whole."""
@@ -86,3 +90,50 @@ def casts_parameter(node: fx.Node) -> bool:
 def is_copy(node: fx.Node) -> bool:
     """Return whether a node only copies its operand, into another dtype for example."""
     return node.op == "call_function" and record_of(node).kind is Kind.COPY
+
+
+def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) -> dict[str, tuple[str, ...]]:
+    """Return the weights of products that round their operands, each with how it is divided where it is multiplied: ``tp S(0)``.
+
+    Args:
+        stored: the types of parameters by axis, as ranks store them.
+
+    Raises:
+        GraphparError: one is gathered from shards of another axis than the last that divided it.
+    """
+    found = {}
+    for scope, graph in [("", program.graph), *((name, block.graph) for name, block in program.blocks.items())]:
+        for node in graph.nodes:
+            if record_of(node).operand_bytes is not None:
+                name, steps = weight_of(node)
+                for prefix in program.prefixes(scope):
+                    found[f"{prefix}{name}"] = _divided(node, stored.get(f"{prefix}{name}", {}), steps)
+    return found
+
+
+def _divided(product: fx.Node, stored: Mapping[str, Type], steps: Sequence[fx.Node]) -> tuple[str, ...]:
+    found = [f"{axis} {each.shard}" for each in divisions(stored) for axis in each.axes]
+    for step in steps:
+        axis, dim = step.args[1], cast("int | None", step.kwargs.get("dim"))
+        if step.target is collectives.shard and dim is not None:
+            parts: Any = step.kwargs.get("parts", ())
+            found.append(f"{axis} {Shard(dim, tuple(parts))}")
+        elif dim is not None and found and found[-1].startswith(f"{axis} "):
+            del found[-1]
+        elif dim is not None or step.target is not collectives.sum_gradient:
+            raise GraphparError(
+                f"fp8: the weight of {product.name} is not stored as it is multiplied; pin its placement so that it is, or leave its "
+                "layer out of fp8."
+            )
+    return tuple(found)
+
+
+def weight_of(product: fx.Node) -> tuple[str, list[fx.Node]]:
+    """Return the name of the parameter that a product multiplies by, perhaps cast, and the collectives between, in order; no name where it
+    follows otherwise."""
+    weight, steps = product.args[1], list[fx.Node]()
+    assert isinstance(weight, fx.Node)
+    while weight.op == "call_function" and (is_copy(weight) or "transition" in weight.meta):
+        steps += [] if is_copy(weight) else [weight]
+        weight = weight.all_input_nodes[0]
+    return str(weight.target) if weight.op == "get_attr" else "", steps[::-1]

@@ -102,6 +102,7 @@ class Record:
     Attributes:
         rule: its factors in one use; None where factors do not describe it.
         placements: its placements, where they need more than factors; used instead of the rule's.
+        operand_bytes: of an element of what is multiplied, where operands are rounded for that.
         bias: the operand that is added to a product; where the product is partial, the bias must be partial, too.
         linear: for a pointwise operator, groups of operands in which it is linear while the others are fixed.
         tame: pointwise, and finite with finite slopes wherever its operands are, so that padding stays harmless.
@@ -122,6 +123,7 @@ class Record:
     kind: Kind
     rule: RuleOf | None = None
     placements: PlacementsOf | None = None
+    operand_bytes: int | None = None
     bias: int | None = None
     linear: tuple[frozenset[int], ...] = ()
     tame: bool = False

@@ -19,6 +19,7 @@ from torch import fx
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Helper, Program, operator_name, value_of, without_evaluation
+from graphpar.passes.normalize.fp8_products import round_products
 from graphpar.passes.normalize.functional import functionalize, is_inplace
 from graphpar.passes.normalize.helpers import share_helpers
 from graphpar.passes.normalize.idioms import use_idioms
@@ -269,6 +270,12 @@ PASSES = PassList(
             "idioms become one operator: norms, attention, causal masks, groups of heads, rotary embeddings, gates",
             "every value is used", optional=True,
             run=use_idioms, check=_no_dead_code,
+        ),
+        Pass(
+            "round_products", "graphpar.passes.normalize.fp8_products", ("simplify",),
+            "linear layers that are chosen multiply in 8 bits",
+            "every value is used",
+            run=round_products, check=_no_dead_code,
         ),
         Pass(
             "windows", "graphpar.passes.normalize.windows", ("simplify",),

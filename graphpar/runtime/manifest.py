@@ -193,6 +193,8 @@ class Interface:
     each example in it; of what is no dropout also the bits of precision of the floats that it draws, 0 of whole numbers."""
     evaluated_streams: tuple[tuple[int, ...], ...] = ()
     """The same of evaluation, where the model is another program then."""
+    rounded_weights: Mapping[str, tuple[str, ...]] = kept(make=dict, packed=True)
+    """The weights of products in 8 bits, each with how it is divided where it is multiplied: ``tp S(0)``, the outermost first."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """What the model was given besides tensors, by name: numbers, strings, None."""
     unread: tuple[str, ...] = ()

@@ -416,6 +416,10 @@ class Decisions:
         PATTERNS, "modules that compute in fp32 and keep their parameters in it, with a dtype of 16 bits: '**.norm'", group="workload",
         metavar="PATTERN,...", about="must equal that of ``export``.",
     )
+    fp8: tuple[str, ...] | None = option(
+        PATTERNS, "modules whose linear layers multiply in 8 bits, with --dtype bf16: '**'; without the head and routers, unless by their "
+        "own paths", group="workload", metavar="PATTERN,...", about="must equal that of ``export``.",
+    )
     reduce_dtype: str | None = option(
         choice(*DTYPE_NAMES), "dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp", group="workload",
         about="the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the parameters.",

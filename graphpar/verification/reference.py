@@ -13,12 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
@@ -36,6 +37,7 @@ from graphpar.runtime.state.optimizers import made_by
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.policy import LARGEST_SCALE, Policy
 from graphpar.verification.reference_results import LEARNING_RATE, MOMENTUM, Accumulated, Reference, Stepping
+from graphpar.verification.rounded_products import RoundedProducts
 from graphpar.verification.substituted import Substituted, own_regions
 from graphpar.verification.tolerances import least_precise
 
@@ -61,6 +63,8 @@ class _Setting:
     )
     evaluates: bool = False  # whether the program can
     offered: tuple[ModelOutputInterface, ...] = ()  # what it gives then, besides the loss
+    rounded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the weights of products in 8 bits
+    linear: Callable[..., Tensor] = F.linear
     evaluated_layouts: Sequence[Sequence[int]] | None = None  # of evaluation, where the model is another program then
     decided: list[list[bool]] | None = (
         None  # where the program has one branch of each: what the conditions were in the first step
@@ -101,7 +105,9 @@ class _Setting:
         exact = self.plan.dropout != KERNEL
         apart = self.evaluated_layouts if evaluates else None
         layouts, skips = (self.layouts, evaluates) if apart is None else (apart, False)
-        substituted = Substituted(keys, layouts, pieces, self.plan.mesh.replicas, exact, step_key(SEED, step), skips)
+        substituted = Substituted(
+            keys, layouts, pieces, self.plan.mesh.replicas, exact, step_key(SEED, step), skips, self.linear
+        )
         with wide, own_regions(substituted), substituted:
             yield substituted
         if self.decided is not None:
@@ -126,6 +132,7 @@ def run_reference(
     evaluated_layouts: Sequence[Sequence[int]] | None = None,
     branches: bool = False,
     lengths: Sequence[int] = (),
+    rounded: Mapping[str, Sequence[str]] | None = None,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
@@ -139,6 +146,7 @@ def run_reference(
         evaluates: compute a loss in evaluation, too, and what is ``offered`` of the model's outputs.
         evaluated_layouts: ``layouts`` of evaluation, where the program has other operators then.
         lengths: of the sequences of each of ``steps`` + 1 batches, where they vary.
+        rounded: the weights of products in 8 bits, and how they are divided.
         branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
@@ -155,6 +163,7 @@ def run_reference(
         forward=forward,
         evaluates=evaluates,
         offered=tuple(offered),
+        rounded=rounded or {},
         evaluated_layouts=evaluated_layouts,
         decided=[] if branches else None,
     )
@@ -221,6 +230,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
         model.double()
         batches = [{name: doubled(value) for name, value in batch.items()} for batch in batches]
     policy = Policy(model, Precision() if double else precision)
+    setting = replace(setting, linear=RoundedProducts(policy.own, setting.rounded, setting.plan.mesh.degrees()))
     named = policy.named
     buffers = _buffers(model)
     reference = Reference(

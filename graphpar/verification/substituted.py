@@ -45,6 +45,7 @@ class Substituted(TorchFunctionMode):
         used: the ids of parameters, in the order of their first use.
         decided: what each condition on values of a tensor was.
         evaluates: the model is in evaluation, where no dropout is called.
+        linear: what is called in the place of ``F.linear``.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Substituted(TorchFunctionMode):
         attention_drops: bool = True,
         step_key: Tensor | None = None,
         evaluates: bool = False,
+        linear: Callable[..., Tensor] = F.linear,
     ) -> None:
         super().__init__()
-        self.step_key, self.evaluates = step_key, evaluates
+        self.step_key, self.evaluates, self.linear = step_key, evaluates, linear
         self._draws: list[contextlib.AbstractContextManager[Any]] = []
         self.keys, self.layouts, self.microbatches, self.replicas = keys, layouts, microbatches, replicas
         self.attention_drops = attention_drops
@@ -102,14 +104,16 @@ class Substituted(TorchFunctionMode):
             self.calls = before
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.linear:
+            return self.linear(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self._inside():
+                return func(*args, **kwargs)
         if self.keys is not None:
             if func in _DROPS:
                 return self._dropout(*args, **kwargs, drop=_DROPS[func], plain=func)
             if func is F.scaled_dot_product_attention:
                 return self._attention(*args, **kwargs)
-            if func is F.multi_head_attention_forward:
-                with self._inside():
-                    return func(*args, **kwargs)
         if func is F.batch_norm and self.microbatches > 1:
             return self._batch_norm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -117,12 +121,14 @@ class Substituted(TorchFunctionMode):
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """Replace functions inside another function of torch, where this mode does not see the calls."""
-        before = F.dropout, F.scaled_dot_product_attention
-        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        before = F.dropout, F.scaled_dot_product_attention, F.linear
+        if self.keys is not None:
+            F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        F.linear = self.linear
         try:
             yield
         finally:
-            F.dropout, F.scaled_dot_product_attention = before
+            F.dropout, F.scaled_dot_product_attention, F.linear = before
 
     def stream(self, of_dropout: bool = True) -> tuple[Tensor, int, int]:
         """Return the keys of the next random operator, one a row, the dim that has the rows, and the bits of what it draws."""

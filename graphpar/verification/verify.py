@@ -167,6 +167,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         layouts=manifest.streams,
         evaluates=_evaluates(manifest),
         offered=manifest.offered_outputs,
+        rounded=manifest.rounded_weights,
         evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
         branches=bool(manifest.branches),
         lengths=_lengths(manifest, steps + 1),
@@ -226,6 +227,7 @@ def _subject(
         _evaluates(manifest),
         offered,
         tuple(lengths),
+        *((plan.mesh, str(manifest.rounded_weights)) if manifest.rounded_weights else ()),
     )
     text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
     if (*key, text) not in shared:
@@ -242,6 +244,7 @@ def _subject(
             stepping=stepping,
             evaluates=_evaluates(manifest),
             offered=manifest.offered_outputs,
+            rounded=manifest.rounded_weights,
             evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
             branches=bool(manifest.branches),
             lengths=lengths,

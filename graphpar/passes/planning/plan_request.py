@@ -147,8 +147,11 @@ def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
 
 
 def _precision(program: Program, pins: PlanConstraints) -> Precision:
-    """Return the dtypes that the program was exported for, which must be those that are asked for, if any."""
+    """Return the dtypes that the program was exported for, which must be those that are asked for, if any, and those of the devices."""
     exported = exported_precision(program)
+    device = None if pins.cluster is None else pins.cluster.device
+    if exported.fp8 and device is not None and device.kind != "cpu" and "fp8" not in device.flops:
+        raise GraphparError(f"fp8: {device.name} has no units for 8 bits; leave it out.")
     for name, own in decided_by(exported).items():
         if (requested := getattr(pins, name)) not in (None, own):
             raise GraphparError(

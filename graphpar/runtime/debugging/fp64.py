@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from graphpar.runtime.torch_versions import CHECKPOINTS
 
 WIDER = {
     torch.float32: torch.float64,
@@ -37,13 +40,25 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
         shown: what ``tensor.dtype`` says of a float64 tensor. A model that asks (for ``torch.finfo(x.dtype).eps``) then gets the
             number that its trace has.
     """
-    before = torch.get_default_dtype()
+    before, region = torch.get_default_dtype(), getattr(torch.utils.checkpoint, CHECKPOINTS)
+
+    def again(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A region of ``torch.utils.checkpoint``, which the backward runs again outside of every function mode."""
+
+        def doubled_again(*args: Any, **kwargs: Any) -> Any:
+            with _InDouble(shown):
+                return function(*args, **kwargs)
+
+        return region(doubled_again, *args, **kwargs)
+
     torch.set_default_dtype(torch.float64)
+    setattr(torch.utils.checkpoint, CHECKPOINTS, again)
     try:
         with _InDouble(shown):
             yield
     finally:
         torch.set_default_dtype(before)
+        setattr(torch.utils.checkpoint, CHECKPOINTS, region)
 
 
 def current(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -13,6 +13,7 @@ operator without a fake kernel, it is refused: parts of a block between which Py
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -83,10 +84,10 @@ def obstacle(schedule: str, cells: Iterable[str | None], dropout: str | None, of
 
 def _keep_beside(folder: Path) -> None:
     """Keep what inductor compiles in a folder beside the program, for other ranks and the next start, where that can be written and the
-    user has not set another place."""
+    user has not set another place. Inductor's call of the C++ compiler takes no path with spaces."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    if os.environ.get(_CACHE, usual := default_cache_dir()) == usual and os.access(folder, os.W_OK):
+    if os.environ.get(_CACHE, usual := default_cache_dir()) == usual and os.access(folder, os.W_OK) and not shlex.split(str(folder))[1:]:
         os.environ[_CACHE] = str(folder / COMPILED)
 
 
@@ -140,10 +141,14 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except torch._dynamo.exc.Unsupported as error:
             raise RuntimeProgramError(
                 f"torch.compile can't compile {type(module).__name__} as one graph; run with --no-compile, or change the code that it "
                 f"can't trace (a custom operator needs torch.library.register_fake): {error}"
+            ) from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise RuntimeProgramError(
+                f"torch.compile failed on {type(module).__name__}; run with --no-compile: {error}"
             ) from error
 
     return forward

@@ -1,0 +1,102 @@
+"""``round_products``: linear layers that are chosen multiply in 8 bits.
+
+    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias
+
+The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
+two kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied, and routers, whose results choose
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from graphpar.emitted.fp8 import fp8_linear
+from graphpar.errors import GraphparError, near_match
+from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.operators.parameter_casts import weight_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.functional import copied, infer
+from graphpar.text import matching
+
+_aten = torch.ops.aten
+
+
+def round_products(program: Program) -> Program:
+    """Make the products of the layers that the program's precision names round to 8 bits.
+
+    Raises:
+        GraphparError: a pattern has no layer, or the model does not compute in bf16.
+    """
+    patterns = () if program.source is None else program.source.precision.fp8
+    if not patterns:
+        return program
+    assert program.source is not None
+    if program.source.precision.dtype != "bf16":
+        raise GraphparError("fp8 is for a model that computes in bf16 besides, and this one computes in fp32.")
+    graph = copied(program.graph)
+    layers = {node: path for node in graph.nodes if (path := _layer(node)) is not None}
+    chosen = _chosen(patterns, set(layers.values()))
+    for node, path in layers.items():
+        if path in patterns or (path in chosen and not _is_head(node) and not _is_router(node)):
+            _round(graph, node)
+    return program.with_graph(graph)
+
+
+def _layer(node: fx.Node) -> str | None:
+    """Return the path of the layer whose weight a product in bf16 multiplies by."""
+    if operator_name(node) != "linear" or node.kwargs or value_of(node).dtype is not torch.bfloat16:
+        return None
+    path, _, name = weight_of(node)[0].rpartition(".")
+    return path if name == "weight" else None
+
+
+def _chosen(patterns: tuple[str, ...], layers: set[str]) -> set[str]:
+    """Return the layers in the modules that patterns match."""
+    around = {path: {path.rsplit(".", up)[0] for up in range(path.count(".") + 1)} for path in layers}
+    modules, found = set[str]().union(*around.values()), set[str]()
+    for pattern in patterns:
+        matched = set(matching(pattern, modules))
+        if not matched:
+            raise GraphparError(f"fp8: the pattern {pattern!r} matches no linear layer.{near_match(pattern, modules)}")
+        found |= {path for path, outer in around.items() if outer & matched}
+    return found
+
+
+def _is_head(product: fx.Node) -> bool:
+    """Whether nothing that follows multiplies."""
+    return not any(record_of(node).multiplies for node in _following(product))
+
+
+def _is_router(product: fx.Node) -> bool:
+    """Whether the largest results are chosen before anything else multiplies."""
+    return any(record_of(node).kind is Kind.SORT for node in _following(product))
+
+
+def _following(product: fx.Node) -> Iterator[fx.Node]:
+    """Yield what follows a product, up to the next ones."""
+    seen, left = {product}, list(product.users)
+    while left:
+        node = left.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        yield node
+        if not record_of(node).multiplies:
+            left += node.users
+
+
+def _round(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, *bias = node.args
+    function: Callable[..., object] = fp8_linear
+    with graph.inserting_before(node):
+        made = infer(graph.call_function(function, (x, weight)), node, same=True)  # type: ignore[arg-type]
+        if bias and bias[0] is not None:
+            made = infer(graph.call_function(_aten.add.Tensor, (made, bias[0])), node, same=True)  # type: ignore[arg-type]
+    made.meta = {**node.meta, "val": made.meta["val"]}
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)

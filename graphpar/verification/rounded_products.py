@@ -1,0 +1,94 @@
+"""Linear layers of the unpartitioned model in 8 bits: each part of what is summed has the scales of the rank that multiplies it.
+
+Written apart from the emitted functions (:mod:`graphpar.emitted.fp8`), so that neither can hide a mistake of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpar.runtime.layout import Shard, parse_type, shard_of
+
+_LARGEST = 448.0
+
+
+class RoundedProducts:
+    """``F.linear`` by weights that are rounded, and by others.
+
+    Args:
+        parameters: the model's, by name.
+        weights: the names of those that are rounded, with how each is divided: ``tp S(0)``, the outermost first.
+        degrees: of the mesh.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        weights: Mapping[str, Sequence[str]],
+        degrees: Mapping[str, int],
+    ) -> None:
+        self.divisions = {
+            id(parameters[name]): [_division(text, degrees) for text in texts] for name, texts in weights.items()
+        }
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what ``F.linear`` does, of rounded operands where the weight is one of those."""
+        found = self.divisions.get(id(weight))
+        if found is None:
+            return F.linear(x, weight, bias)
+        made: Tensor = _Linear.apply(x, weight, self, found)
+        return made if bias is None else made + bias
+
+    def product(self, a: Tensor, b: Tensor, divided: Sequence[_Division]) -> Tensor:
+        """a [.., k], b [n, k] -> [.., n], of parts of k as ``divided`` says, each with scales of its own."""
+        pairs = [(a, b)]
+        for each in divided:
+            pairs = [
+                tuple(shard_of(x, replace(each.shard, dim=x.ndim - 1), each.degree, index) for x in pair)  # type: ignore[misc]
+                for pair in pairs
+                for index in range(each.degree)
+            ]
+        total = sum(_rounded(x).flatten(0, -2) @ _rounded(y).t() for x, y in pairs)
+        assert isinstance(total, Tensor)
+        return total.to(a.dtype).view(*a.shape[:-1], -1)
+
+
+class _Division(NamedTuple):
+    shard: Shard
+    degree: int
+
+
+def _division(text: str, degrees: Mapping[str, int]) -> _Division:
+    axis, _, kind = text.partition(" ")
+    shard = parse_type(kind)
+    assert isinstance(shard, Shard)
+    return _Division(shard, degrees[axis])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by: RoundedProducts, divided: Sequence[_Division]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.by, ctx.divided = by, divided
+        return by.product(x, weight, [each for each in divided if each.shard.dim == 1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        of_x = ctx.by.product(gradient, weight.t(), [each for each in ctx.divided if each.shard.dim == 0])
+        of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return of_x, of_weight, None, None
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return the values that 8 bits have of ``x``, by a power of two for each row of the last dim."""
+    wide = x.double()
+    largest = wide.abs().amax(-1, keepdim=True)
+    scale = 2.0 ** (largest / _LARGEST).log2().ceil().clamp(min=-126)
+    return (wide / scale).to(torch.float8_e4m3fn).double() * scale
