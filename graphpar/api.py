@@ -98,6 +98,8 @@ def export(
             ``pipeline.infer`` returns. A model that returns its own loss returns it in fp32, and this is refused.
         keep_fp32: patterns of modules that compute in fp32 with a ``dtype`` of 16 bits, such as ``"**.norm"``: their parameters are
             stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
+        fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits, with ``dtype="bf16"``: ``"**"`` for all but the head,
+            routers and adapters, which take part by their own paths.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
             the example that is as long as its sequence varies. By default a program takes the example's length alone.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.

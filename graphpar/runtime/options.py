@@ -417,8 +417,8 @@ class Decisions:
         metavar="PATTERN,...", about="must equal that of ``export``.",
     )
     fp8: tuple[str, ...] | None = option(
-        PATTERNS, "modules whose linear layers multiply in 8 bits, with --dtype bf16: '**'; without the head and routers, unless by their "
-        "own paths", group="workload", metavar="PATTERN,...", about="must equal that of ``export``.",
+        PATTERNS, "modules whose linear layers multiply in 8 bits, with --dtype bf16: '**'; without the head, routers and adapters, "
+        "unless by their own paths", group="workload", metavar="PATTERN,...", about="must equal that of ``export``.",
     )
     reduce_dtype: str | None = option(
         choice(*DTYPE_NAMES), "dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp", group="workload",

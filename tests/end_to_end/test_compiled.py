@@ -227,10 +227,10 @@ def test_collectives_are_not_compiled_by_a_torch_that_loses_some(
 def test_what_was_compiled_is_kept_in_the_programs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = example("gpt")
     parts = gp.partition(program, gp.plan(program))
-    folder, spaced = parts.save(tmp_path / "one"), parts.save(tmp_path / "a path")  # which no C++ compiler is given
+    plain, spaced = parts.save(tmp_path / "one"), parts.save(tmp_path / "a path")  # which no C++ compiler is given
     for folder, before, kept in (
-        (folder, default_cache_dir(), str(folder / "compiled")),
-        (folder, str(tmp_path / "mine"), str(tmp_path / "mine")),
+        (plain, default_cache_dir(), str(plain / "compiled")),
+        (plain, str(tmp_path / "mine"), str(tmp_path / "mine")),
         (spaced, default_cache_dir(), default_cache_dir()),
     ):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)

@@ -3,8 +3,8 @@
     linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias
 
 The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
-two kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied, and routers, whose results choose
-experts.
+three kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied; routers, whose results choose
+experts; and low-rank adapters.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ def round_products(program: Program) -> Program:
         raise GraphparError("fp8 is for a model that computes in bf16 besides, and this one computes in fp32.")
     graph = copied(program.graph)
     layers = {node: path for node in graph.nodes if (path := _layer(node)) is not None}
-    chosen = _chosen(patterns, set(layers.values()))
-    for node, path in layers.items():
-        if path in patterns or (path in chosen and not _is_head(node) and not _is_router(node)):
-            _round(graph, node)
+    small = {name.rpartition(".")[0] for each in program.adapters for name in (each.a, each.b)}
+    chosen = _chosen(patterns, set(layers.values())) - small
+    rounded = [
+        node
+        for node, path in layers.items()
+        if path in patterns or (path in chosen and not _is_head(node) and not _is_router(node))
+    ]
+    if not rounded:
+        raise GraphparError(
+            f"fp8: {', '.join(patterns)} has no linear layer but heads, routers and adapters, and other products don't round; leave it out."
+        )
+    for node in rounded:
+        _round(graph, node)
     return program.with_graph(graph)
 
 

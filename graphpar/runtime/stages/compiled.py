@@ -87,7 +87,11 @@ def _keep_beside(folder: Path) -> None:
     user has not set another place. Inductor's call of the C++ compiler takes no path with spaces."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    if os.environ.get(_CACHE, usual := default_cache_dir()) == usual and os.access(folder, os.W_OK) and not shlex.split(str(folder))[1:]:
+    if (
+        os.environ.get(_CACHE, usual := default_cache_dir()) == usual
+        and os.access(folder, os.W_OK)
+        and not shlex.split(str(folder))[1:]
+    ):
         os.environ[_CACHE] = str(folder / COMPILED)
 
 
