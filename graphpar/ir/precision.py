@@ -59,7 +59,7 @@ class Precision:
             if given and dtype in (None, "fp32"):
                 raise GraphparError(f"{name} is for a model that computes in 16 bits; give dtype=bf16 or fp16 with it.")
         if eight and dtype != "bf16":
-            raise GraphparError("fp8 is for a model that computes in bf16 besides; give dtype=bf16 with it.")
+            raise GraphparError("fp8 is for a model that computes in bf16; give dtype=bf16 with it.")
         if pure and param_dtype not in (None, dtype or "fp32"):
             raise GraphparError(
                 f"pure stores parameters in the compute dtype, {dtype or 'fp32'}, but param_dtype is {param_dtype}; give one of them."

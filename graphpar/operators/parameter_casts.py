@@ -122,7 +122,7 @@ def _divided(product: fx.Node, stored: Mapping[str, Type], steps: Sequence[fx.No
             del found[-1]
         elif dim is not None or step.target is not collectives.sum_gradient:
             raise GraphparError(
-                f"fp8: the weight of {product.name} is not stored as it is multiplied; pin its placement so that it is, or leave its "
+                f"fp8: the weight of {product.name} is gathered before it is multiplied; pin another placement of it, or leave its "
                 "layer out of fp8."
             )
     return tuple(found)

@@ -37,7 +37,7 @@ def round_products(program: Program) -> Program:
         return program
     assert program.source is not None
     if program.source.precision.dtype != "bf16":
-        raise GraphparError("fp8 is for a model that computes in bf16 besides, and this one computes in fp32.")
+        raise GraphparError("fp8 is for a model that computes in bf16, and this one computes in fp32.")
     graph = copied(program.graph)
     layers = {node: path for node in graph.nodes if (path := _layer(node)) is not None}
     small = {name.rpartition(".")[0] for each in program.adapters for name in (each.a, each.b)}
@@ -49,7 +49,8 @@ def round_products(program: Program) -> Program:
     ]
     if not rounded:
         raise GraphparError(
-            f"fp8: {', '.join(patterns)} has no linear layer but heads, routers and adapters, and other products don't round; leave it out."
+            f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers and adapters, and other products don't round; "
+            "leave it out."
         )
     for node in rounded:
         _round(graph, node)
