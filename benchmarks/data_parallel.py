@@ -35,9 +35,9 @@ from benchmarks import gpt
 Stepper = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def ddp(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
-    """Replicas with DDP, AdamW on each."""
-    model = DistributedDataParallel(_model(weights).to(device))
+def ddp(weights: Mapping[str, Tensor], device: torch.device, lr: float, *, compiled: bool = False) -> Stepper:
+    """Replicas with DDP, AdamW on each; ``compiled``: their blocks, each whole."""
+    model = DistributedDataParallel(_compiled(_model(weights).to(device), compiled))
     return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr))
 
 
@@ -70,9 +70,15 @@ def zero_redundancy(weights: Mapping[str, Tensor], device: torch.device, lr: flo
     return _stepper(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=lr))  # type: ignore[no-untyped-call]
 
 
-def fsdp2(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
-    """All state sharded by ``fully_shard`` on each block and the root."""
-    return _stepper(*_fully_sharded(weights, device, lr))
+def fsdp2(weights: Mapping[str, Tensor], device: torch.device, lr: float, *, compiled: bool = False) -> Stepper:
+    """All state sharded by ``fully_shard`` on each block and the root; ``compiled``: the blocks, each whole."""
+    return _stepper(*_fully_sharded(weights, device, lr, compiled=compiled))
+
+
+def _compiled(model: gpt.GPT, compiled: bool) -> gpt.GPT:
+    for block in model.blocks if compiled else ():
+        block.compile(fullgraph=True)  # type: ignore[operator]
+    return model
 
 
 def saving(
@@ -94,8 +100,10 @@ def saving(
     return save
 
 
-def _fully_sharded(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> tuple[nn.Module, Optimizer]:
-    model = _model(weights).to(device)
+def _fully_sharded(
+    weights: Mapping[str, Tensor], device: torch.device, lr: float, *, compiled: bool = False
+) -> tuple[nn.Module, Optimizer]:
+    model = _compiled(_model(weights).to(device), compiled)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

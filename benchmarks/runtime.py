@@ -12,8 +12,11 @@
     experts                  against tokens sent to their experts as torchtitan does (benchmarks.experts), the rest under DDP
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
     recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
-    compiled, ...            against the same program as it is: replicas, tensor, zero 3; "compile" is the processor time that a rank
+    compiled, ...            against the same program uncompiled: replicas, tensor, zero 3; "compile" is the processor time that a rank
                              takes more in its first step than in a later one
+    compiled, ...            against DDP and FSDP2 with the same blocks compiled (benchmarks.data_parallel)
+    head in chunks           against the same program that makes all logits at once
+    8 bits, emulated         against the same program in bf16: what rounding costs where no unit for 8 bits multiplies
     checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
@@ -84,6 +87,8 @@ class Case:
     program: Mapping[str, Any] = field(default_factory=dict)  # of gp.plan
     batch: tuple[int, int] = (BATCH, gpt.LENGTH)  # rows, tokens of each; one for all cases of a launch, as is the model
     model: Callable[[int], nn.Module] = gpt.GPT  # for a length
+    export: Mapping[str, Any] = field(default_factory=dict)  # of gp.export
+    other: Case | None = None  # the emitted program that it is compared with
 
     @property
     def compiles(self) -> bool:
@@ -106,6 +111,19 @@ def _pipeline(schedule: str) -> Case:
     return Case(f"pipeline {schedule}", "PipelineStage", schedule, pins)
 
 
+def _emitted(
+    name: str,
+    against: str,
+    pins: Mapping[str, Any],
+    other_pins: Mapping[str, Any],
+    export: Mapping[str, Any] | None = None,
+    other_export: Mapping[str, Any] | None = None,
+) -> Case:
+    other = Case(against, name, name, other_pins, export=other_export or {})
+    return Case(name, against, name, pins, export=export or {}, other=other)
+
+
+_BF16 = {"dtype": "bf16"}
 _ZERO1 = {"mesh": {"dp_shard": DEVICES}, "zero": 1, "microbatch_size": BATCH // DEVICES}
 _ZERO3 = {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _REPLICAS = {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}
@@ -131,6 +149,10 @@ CASES = (
         Case(f"compiled, {name}", f"not compiled, {name}", f"compiled {name}", pins)
         for name, pins in {"replicas": _REPLICAS, "tensor": _TENSOR, "zero 3": _ZERO3}.items()
     ),
+    Case("compiled, replicas", "DDP, blocks compiled", "compiled replicas", _REPLICAS),
+    Case("compiled, zero 3", "FSDP2, blocks compiled", "compiled zero 3", _ZERO3),
+    _emitted("head in chunks", "all logits at once", {**_REPLICAS, "loss_chunk": 128}, {**_REPLICAS, "loss_chunk": 0}),
+    _emitted("8 bits, emulated", "bf16", _REPLICAS, _REPLICAS, {**_BF16, "fp8": "**"}, _BF16),
     Case("checkpoint", "dcp.save", "save", _ZERO3),
     Case("zero 1, slow network", "not overlapped", "slow", _ZERO1),
 )
@@ -139,7 +161,9 @@ CASES = (
 SAVE, SLOW, LATE_S = CASES[-2], CASES[-1], 0.1
 _BY_TORCH: dict[str, Callable[..., data_parallel.Stepper]] = {
     "DDP": data_parallel.ddp,
+    "DDP, blocks compiled": partial(data_parallel.ddp, compiled=True),
     "FSDP2": data_parallel.fsdp2,
+    "FSDP2, blocks compiled": partial(data_parallel.fsdp2, compiled=True),
     "ZeroRedundancyOptimizer": data_parallel.zero_redundancy,
     "torch.utils.checkpoint": partial(data_parallel.recomputing, selective=False),
     "torch.utils.checkpoint, selective": partial(data_parallel.recomputing, selective=True),
@@ -201,16 +225,20 @@ def _compare(cases: Sequence[Case], rounds: int) -> list[Comparison]:
     torch.manual_seed(0)
     rows, length = cases[0].batch
     model, batch = cases[0].model(length), gpt.example_batch(rows, length)
-    program = gp.export(model, args=(batch["ids"],), loss_fn=gpt.loss_fn, targets=(batch["labels"],))
+    programs = dict[str, gp.Program]()
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
         folder = Path(scratch)
         save_file({**batch}, str(folder / "batch.safetensors"))
         save_file(model.state_dict(), str(folder / "weights.safetensors"))
         contestants = []
-        for name, pins in {case.name: case.program for case in cases}.items():
-            gp.partition(program, gp.plan(program, **pins)).save(folder / name)
-            contestants.append(name)
-        contestants += dict.fromkeys(case.against for case in cases)
+        emitted = {each.name: each for case in cases for each in (case, case.other) if each is not None}
+        for made in emitted.values():
+            if (key := str(made.export)) not in programs:
+                example: dict[str, Any] = {"args": (batch["ids"],), "targets": (batch["labels"],)}
+                programs[key] = gp.export(model, **example, loss_fn=gpt.loss_fn, **made.export)
+            gp.partition(programs[key], gp.plan(programs[key], **made.program)).save(folder / made.name)
+            contestants.append(made.name)
+        contestants += dict.fromkeys(case.against for case in cases if case.against not in contestants)
         (folder / "contestants.json").write_text(json.dumps(contestants))
         arguments = ["--rank", str(folder), "--rounds", str(rounds)]
         torchrun("benchmarks.runtime", arguments, nproc=DEVICES, timeout_s=TIMEOUT_S, module=True)
