@@ -25,7 +25,8 @@ The tensor rows pin the inputs of the norms, that of cp attention, so that both 
 Both sides of a row hold the same weights and optimizer. They live in the same two gloo processes (one thread each) and take
 steps in turn, so that whatever else the machine does falls on both. A step is forward, backward and AdamW; it is timed from
 barrier to barrier. "cpu" compares the processor time of the process instead, which waiting is no part of: the figure to trust
-where others use the machine. That both give the same loss in every step shows that they do the same work.
+where others use the machine. "launches" compares how many operators other than views a rank dispatches in a step, each a kernel or more
+on a GPU; what is compiled is one. That both give the same loss in every step shows that they do the same work.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -54,13 +56,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpar as gp
 from benchmarks import context, data_parallel, dtensor, experts, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launching.launch import torchrun
 
-DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 900
+DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 4, 900
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LEARNING_RATE = 1e-4
 LONG = (1, 2048)
@@ -185,6 +188,7 @@ class Comparison:
     ratio: float
     middle_half: tuple[float, float]
     cpu_ratio: float
+    launches: tuple[int, int]  # emitted, by hand
     loss_difference: float
     compile_s: float | None = None  # processor time of a rank
 
@@ -258,6 +262,7 @@ def _compared(case: Case, emitted: Mapping[str, list[float]], handwritten: Mappi
         ratio=middle,
         middle_half=(first, third),
         cpu_ratio=statistics.median(a / b for a, b in zip(emitted["cpu"], handwritten["cpu"])),
+        launches=(int(emitted["launches"][0]), int(handwritten["launches"][0])),
         compile_s=emitted["first_cpu"][0] - statistics.median(emitted["cpu"]) if case.compiles else None,
         loss_difference=max(abs(a - b) / abs(b) for a, b in zip(emitted["losses"], handwritten["losses"])),
     )
@@ -277,7 +282,7 @@ def _setting() -> dict[str, Any]:
 
 def _show(comparisons: Sequence[Comparison]) -> None:
     setting = _setting()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 135)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(f"{setting['model']}, batch {setting['batch']}")
     console.print(f"{DEVICES} gloo processes, torch {setting['torch']}, {comparisons[0].rounds} rounds\n")
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -289,6 +294,7 @@ def _show(comparisons: Sequence[Comparison]) -> None:
         "ratio",
         "middle half",
         "cpu",
+        "launches",
         "losses differ by",
         "compile",
     ):
@@ -302,6 +308,7 @@ def _show(comparisons: Sequence[Comparison]) -> None:
             f"{row.ratio:.3f}",
             f"{row.middle_half[0]:.3f} to {row.middle_half[1]:.3f}",
             f"{row.cpu_ratio:.3f}",
+            "/".join(map(str, row.launches)),
             f"{row.loss_difference:.1e}",
             "" if row.compile_s is None else f"{row.compile_s:.1f} s",
         )
@@ -320,6 +327,21 @@ class _Contestant:
     cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     first_cpu: list[float] = field(default_factory=list)
+    launches: list[int] = field(default_factory=list)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the operators that are called inside, other than views, waiting and marks of the profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func._schema.returns
+        is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+        self.count += not is_view and "wait_tensor" not in str(func) and func.namespace != "profiler"
+        return func(*args, **(kwargs or {}))
 
 
 def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
@@ -357,11 +379,14 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
         for contestant in list(contestants.values())[:: 1 if turn % 2 else -1]:
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
-            loss = contestant.step()
+            with (counted := _Launches()) if turn == WARM_UP - 1 else nullcontext():
+                loss = contestant.step()
             worked = time.process_time() - worked
             dist.barrier()
             if not turn:
                 contestant.first_cpu.append(worked)
+            if turn == WARM_UP - 1:
+                contestant.launches.append(counted.count)
             if turn >= WARM_UP:
                 contestant.seconds.append(time.perf_counter() - began)
                 contestant.cpu.append(worked)

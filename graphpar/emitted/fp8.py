@@ -31,7 +31,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], -1)
+        return _product(x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.size(0))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -62,9 +62,12 @@ def _product_of_whole(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of ``x`` in 8 bits, and what they are to be multiplied by: [m, k] -> [m, k] in order, [m, 1]"""
+    """Return the rows of ``x`` in 8 bits, and what they are to be multiplied by: [m, k] -> [m, k] in order, [m, 1]
+
+    A row that is not finite has no such scale, and gives nan.
+    """
     largest = x.abs().amax(1, keepdim=True)
     mantissa, exponent = torch.frexp(largest if x.dtype is torch.float64 else largest.float())
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)  # the largest of 8 bits is 448 = 0.875 * 2 ** 9
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
+    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(mantissa), exponent), largest)
     return (x / scale).to(FP8).contiguous(), scale

@@ -133,7 +133,7 @@ def weight_of(product: fx.Node) -> tuple[str, list[fx.Node]]:
     follows otherwise."""
     weight, steps = product.args[1], list[fx.Node]()
     assert isinstance(weight, fx.Node)
-    while weight.op == "call_function" and (is_copy(weight) or "transition" in weight.meta):
-        steps += [] if is_copy(weight) else [weight]
+    while weight.op == "call_function" and (record_of(weight).same_value or "transition" in weight.meta):
+        steps += [weight] if "transition" in weight.meta else []
         weight = weight.all_input_nodes[0]
     return str(weight.target) if weight.op == "get_attr" else "", steps[::-1]

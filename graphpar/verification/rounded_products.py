@@ -56,7 +56,7 @@ class RoundedProducts:
             ]
         total = sum(_rounded(x).flatten(0, -2) @ _rounded(y).t() for x, y in pairs)
         assert isinstance(total, Tensor)
-        return total.to(a.dtype).view(*a.shape[:-1], -1)
+        return total.to(a.dtype).view(*a.shape[:-1], len(b))
 
 
 class _Division(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
@@ -80,6 +80,30 @@ def test_adapters_are_left_out() -> None:
     assert list(_weights(program, mesh={"pp": 1})) == ["0.weight"]
 
 
+class _Shared(nn.Module):
+    """A layer that is called twice, once as the head; one that is also called without gradients; two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.still, self.first, self.second = (nn.Linear(16, 16) for _ in range(4))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x + self.still(x)
+        x = self.second(self.first(self.still(self.head(x)).tanh()).tanh())
+        return self.head(x).square().mean()
+
+
+def test_a_weight_is_rounded_in_all_of_its_calls_or_none() -> None:
+    torch.manual_seed(0)
+    program = gp.export(_Shared(), (torch.randn(8, 16),), dtype="bf16", fp8="**")
+    parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+
+    assert load_manifest(parts.folder).rounded_weights.keys() == {"still.weight", "first.weight", "second.weight"}
+    assert verify_all([parts])[0].ok
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -134,6 +158,15 @@ def test_the_function_is_that_of_the_reference(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, **same)
     for one, other in zip(torch.autograd.grad(found, operands, gradient), others, strict=True):
         torch.testing.assert_close(one, other, **same)
+
+
+def test_what_is_not_finite_stays_so_and_no_rows_are_none() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    x[1, 2], x[2, 3] = torch.inf, torch.nan
+    result = fp8_linear(x, weight)
+
+    assert torch.isnan(result).all(1).tolist() == [False, True, True, False] and torch.isfinite(result[[0, 3]]).all()
+    assert fp8_linear(torch.ones(0, 3, 8), weight).shape == (0, 3, 6)
 
 
 def test_compiled_it_is_the_same() -> None:

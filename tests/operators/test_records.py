@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.spelling import spell
 from graphpar.cost_models.flops import operator_flops
-from graphpar.emitted import gated, random_streams, rotary
+from graphpar.emitted import fp8, gated, random_streams, rotary
 from graphpar.ir.program import operator_name
 from graphpar.operators.elementwise import elementwise
 from graphpar.operators.prove import Call, node_of
@@ -297,7 +297,9 @@ def _shown(item: Any) -> Expression:
 @pytest.mark.parametrize("name", _with_records(lambda record: True))
 def test_what_is_printed_computes_the_same(name: str) -> None:
     own = {key: getattr(random_streams, key) for key in FUNCTIONS} | {
-        key: getattr(module, key) for module in (gated, rotary) for key in OF_FILES[module.__name__.rpartition(".")[2]]
+        key: getattr(module, key)
+        for module in (fp8, gated, rotary)
+        for key in OF_FILES[module.__name__.rpartition(".")[2]]
     }
     for call in calls()[name]:
         node, values = node_of(call)
@@ -403,6 +405,7 @@ def _emitted() -> set[str]:
         (ROOT / "graphpar" / "emitted" / f"{name}.py").read_text()
         for name in (
             "collectives",
+            "fp8",
             "gated",
             "kv_cache",
             "packed_attention",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.emitted import random_streams
+from graphpar.emitted.fp8 import fp8_linear
 from graphpar.emitted.gated import geglu, swiglu
 from graphpar.emitted.rotary import apply_rotary
 from graphpar.operators.prove import Call
@@ -444,6 +445,8 @@ def streams() -> list[Call]:
         Call(random_streams.integers, (_keys(4), [6], 0, 10)),
         Call(apply_rotary, (real(4, 2, 6, 8), real(1, 1, 6, 8), real(1, 1, 6, 8))),
         Call(apply_rotary, (real(4, 6, 2, 8), real(4, 6, 1, 4), real(4, 6, 1, 4), True)),
+        Call(fp8_linear, (real(4, 6, 8).sign(), real(12, 8).sign())),  # what 8 bits don't round
+        Call(fp8_linear, (real(4, 8).sign(), real(7, 8).sign())),
         Call(swiglu, (real(4, 6, 8), real(4, 6, 8))),
         Call(geglu, (real(4, 6, 8), real(4, 6, 8))),
         Call(geglu, (real(4, 8), real(4, 8)), {"approximate": "tanh"}),

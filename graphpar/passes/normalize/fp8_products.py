@@ -4,7 +4,7 @@
 
 The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
 three kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied; routers, whose results choose
-experts; and low-rank adapters.
+experts; and low-rank adapters. A weight of several calls is rounded in all of them, or in none.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ def round_products(program: Program) -> Program:
     layers = {node: path for node in graph.nodes if (path := _layer(node)) is not None}
     small = {name.rpartition(".")[0] for each in program.adapters for name in (each.a, each.b)}
     chosen = _chosen(patterns, set(layers.values())) - small
-    rounded = [
-        node
-        for node, path in layers.items()
-        if path in patterns or (path in chosen and not _is_head(node) and not _is_router(node))
-    ]
+    weights = {node: program.tie_of(f"{path}.weight")[0] for node, path in layers.items()}
+    own = {weights[node] for node, path in layers.items() if path in patterns}
+    left = {weights[node] for node, path in layers.items() if path not in chosen or _is_head(node) or _is_router(node)}
+    rounded = [node for node, weight in weights.items() if weight in own or weight not in left]
     if not rounded:
         raise GraphparError(
             f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers and adapters, and other products don't round; "
