@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import pickle
 import stat
@@ -75,6 +76,20 @@ class _Entry:
     file: bytes | None
     precision: Precision
     program: bytes
+
+
+class _Late:
+    """A function of a model file that is imported when it is called, or asked for its parameters."""
+
+    def __init__(self, imported: Callable[[], ModelFile], name: str) -> None:
+        self.imported, self.name = imported, name
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.imported(), self.name)(*arguments, **options)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(getattr(self.imported(), self.name))
 
 
 class CaptureCache:
@@ -154,10 +169,7 @@ class CaptureCache:
         except Exception:  # a value of a class that is the model file's own
             return None
 
-        def late(name: str) -> Any:
-            return lambda *arguments: getattr(self._import_late(), name)(*arguments)
-
-        functions = {name: late(name) for name in _FUNCTIONS if getattr(file, name)}
+        functions: dict[str, Any] = {name: _Late(self._import_late, name) for name in _FUNCTIONS if getattr(file, name)}
         as_file = named_as_file(self._model)  # by whatever path it is named now
         path, reference = (Path(self._model), None) if as_file else (file.path, str(self._model))
         return replace(file, **functions, path=path, reference=reference, importer=self._import_late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
@@ -291,6 +292,7 @@ def test_kept_captures_need_no_import(trace: Callable[..., tuple[Program, Captur
     torch.testing.assert_close((again.file.args, again.file.targets), (first.file.args, first.file.targets))
     assert again.file.split_points == first.file.split_points == ("layers.1",)
     y = torch.zeros(4, 8)
+    assert list(inspect.signature(program.source.loss_fn).parameters) == ["y", "goal"]  # type: ignore[arg-type]
     assert program.source.loss_fn(y, torch.ones(4, 8)) == 1  # type: ignore[misc]
     assert imported()
     assert initial_weights(again.file).keys() == initial_weights(first.file).keys()

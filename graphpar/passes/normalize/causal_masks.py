@@ -63,6 +63,9 @@ class _Band:
     columns: int
     hidden: float | None = None
 
+    def __post_init__(self) -> None:
+        assert bool((self.first <= self.end).all())
+
     def __and__(self, other: _Band) -> _Band:
         first, end = torch.maximum(self.first, other.first), torch.minimum(self.end, other.end)
         return _Band(first, torch.maximum(first, end), self.columns)
@@ -133,7 +136,11 @@ class Masks:
         That is the longest length (:meth:`longest`) where they are causal; None where they show anything else. A ``length`` that is no
         number is that of the sequence of a program for generation, whose masks are tried in several lengths.
         """
-        masks = tuple(sorted(conditions, key=lambda each: -value_of(each.node).ndim))
+        whole = [sizes(each.node)[-2:] == [length, length] for each in conditions]
+        masks = tuple(
+            each
+            for _, each in sorted(zip(whole, conditions), key=lambda pair: (not pair[0], -value_of(pair[1].node).ndim))
+        )
         made = value_of(masks[0].node)
         if not isinstance(made, Tensor) or made.ndim < 2 or sizes(masks[0].node)[-2:] != [length, length]:
             return None
@@ -370,10 +377,9 @@ def _visible_columns(node: fx.Node, first: Tensor, second: Tensor) -> _Band | No
     """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place, from one on, or between two."""
     if first.ndim < 2 or second.ndim < 2 or first.is_complex() or second.is_complex() or node.kwargs:
         return None
-    shown = node.target(torch.tensor([-1, 0, 1]), torch.tensor(0))  # type: ignore[operator]
-    if shown.dtype != torch.bool:
+    if operator_name(node) not in _COMPARISONS:
         return None
-    less, same, more = shown.tolist()
+    less, same, more = node.target(torch.tensor([-1, 0, 1]), torch.tensor(0)).tolist()  # type: ignore[operator]
     if first.shape[-1] == 1 and second.shape[-2] == 1:  # rows first
         first, second, less, more = second, first, more, less
     if first.shape[-2] != 1 or second.shape[-1] != 1:
@@ -393,6 +399,7 @@ def _visible_columns(node: fx.Node, first: Tensor, second: Tensor) -> _Band | No
     return _Band(begin, end, width)
 
 
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "not_equal"}
 _AND, _OR, _NOT = (False, False, False, True), (False, True, True, True), (True, False)
 
 
@@ -413,25 +420,27 @@ def _joined(first: Any, second: Any, truth: tuple[bool, ...]) -> _Band | None:
         first, second = second, first
     if not isinstance(first, _Band) or first.hidden is not None:
         return None
-    other = second if isinstance(second, _Band) else _as_wide(second, first.columns)
+    other = second if isinstance(second, _Band) else as_band(second, first.columns)
     if other is None or other.hidden is not None or other.columns != first.columns:
         return None
     return first & other if truth == _AND else first | other if truth == _OR else None
 
 
-def _as_wide(mask: Any, columns: int) -> _Band | None:
-    """Return a mask of booleans that is the same for all columns, or for all rows, as a band."""
+def as_band(mask: Any, columns: int) -> _Band | None:
+    """Return a mask of booleans as a band; None where a row has holes, or they are fewer columns."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
     if mask.ndim == 0 or mask.shape[-1] == 1:
         end = (mask.squeeze(-1) if mask.ndim else mask) * columns
         return _Band(torch.zeros_like(end), end, columns)
-    if mask.ndim != 1 and mask.shape[-2] != 1:
+    if mask.shape[-1] != columns:
         return None
-    shown = mask.squeeze(-2) if mask.ndim > 1 else mask
-    falls = bool((shown.int().diff(dim=-1) <= 0).all())
-    end = shown.sum(-1, keepdim=True)
-    return _Band(torch.zeros_like(end), end, columns) if falls and shown.shape[-1] == columns else None
+    shown = mask.int() if mask.ndim > 1 else mask.int().unsqueeze(0)
+    count, first = shown.sum(-1), shown.argmax(-1)
+    whole = (
+        shown.cumsum(-1).eq(count.unsqueeze(-1)).int().argmax(-1) - first + 1 == count
+    )  # the last that is shown follows the others
+    return _Band(first, first + count, columns) if bool((whole | (count == 0)).all()) else None
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ def _counts_up(documents: fx.Node, positions: fx.Node) -> bool:
 
 
 def _sums_along(node: fx.Node) -> bool:
-    return is_call(node, "cumsum") and literal(node, "dim") in (-1, 1) and not value_of(node).is_floating_point()
+    counts = value_of(node).dtype in (torch.int64, torch.int32)  # others start again within a row
+    return is_call(node, "cumsum") and literal(node, "dim") in (-1, 1) and counts
 
 
 def _without_copies(node: fx.Node) -> fx.Node:

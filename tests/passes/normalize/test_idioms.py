@@ -17,7 +17,7 @@ import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.attention_idioms import mask_window
-from graphpar.passes.normalize.causal_masks import Masks
+from graphpar.passes.normalize.causal_masks import Masks, as_band
 from tests.tools.idiom_checks import LENGTH, WIDTH, Model, check_idioms, exported
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -468,6 +468,9 @@ _TERMS = {
     "not later": lambda c, r: ~(c > r),
     "near": lambda c, r: r - c < 200,
     "booleans that fall": lambda c, r: (c < 100) <= (r < 100),
+    "nowhere": lambda c, r: torch.logical_and(c >= 300, r >= 0),
+    "but for a few": lambda c, r: ~torch.logical_and(c >= 3, r % 7 == 6),
+    "but for the own": lambda c, r: torch.logical_xor(c >= 0, r == c),
     "bytes that fall": lambda c, r: (250 - c.clamp(max=250)).to(torch.uint8) <= (r.clamp(max=250)).to(torch.uint8),
 }
 
@@ -489,6 +492,50 @@ def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bo
     whole = mask(place[None, :], place[:, None])
     causal = torch.equal(whole, torch.ones(300, 300, dtype=torch.bool).tril())
     assert bool(_longer(300, mask).idioms) == causal
+
+
+def test_what_compares_no_places_is_no_band() -> None:
+    def holes(column: Tensor, row: Tensor) -> Tensor:
+        causal = column <= row
+        return causal & ~(causal & torch.logical_and(column >= 3, row % 7 == 6))
+
+    assert not _longer(300, holes).idioms
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**18), st.integers(1, 7), st.floats(0, 1))
+def test_bands_are_masks_without_holes(seed: int, columns: int, share: float) -> None:
+    mask = torch.rand(2, 3, columns, generator=torch.Generator().manual_seed(seed)) < share
+    holes = any(bool((row.nonzero().flatten().diff() > 1).any()) for row in mask.flatten(0, 1))
+    band = as_band(mask, columns)
+
+    assert (band is None) == holes
+    if band is not None:
+        place = torch.arange(columns)
+        shown = (place >= band.first.unsqueeze(-1)) & (place < band.end.unsqueeze(-1))
+        assert torch.equal(shown.expand(mask.shape), mask)
+
+
+class Places(nn.Module):
+    """Attention inside of documents that begin where ``places`` do not count up, numbered in ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.scale = dtype, nn.Parameter(torch.ones(2))
+
+    def forward(self, places: Tensor) -> Tensor:
+        steps = torch.diff(places, prepend=places[:, :1] - 1)
+        documents = (steps != 1).cumsum(-1, dtype=self.dtype)
+        mask = (documents[:, :, None] == documents[:, None, :]) & (places[:, None, :] <= places[:, :, None])
+        q = places[:, None, :, None] * self.scale
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
+def test_documents_that_are_counted_in_few_bits_are_not_packed(dtype: torch.dtype) -> None:
+    places = torch.arange(12).expand(2, -1).contiguous()
+    program = gp.export(Places(dtype), (places,), loss_fn=lambda y: y.square().mean())
+    assert bool(program.idioms) == (dtype is torch.int64)
 
 
 @pytest.mark.costly
