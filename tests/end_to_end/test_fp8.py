@@ -53,6 +53,21 @@ def test_head_and_routers_are_left_out() -> None:
     assert {layer.rpartition(".")[2] for layer in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_a_router_that_takes_the_largest_is_left_out() -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.first, self.second, self.head = (nn.Linear(16, size) for size in (4, 16, 16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            most, place = self.gate(x).softmax(-1).max(-1, keepdim=True)
+            return self.head(torch.where(place < 2, self.first(x), self.second(x)) * most).square().mean()
+
+    torch.manual_seed(0)
+    program = gp.export(Switch(), (torch.randn(8, 16),), dtype="bf16", fp8="**")
+    assert set(_weights(program, mesh={"pp": 1})) == {"first.weight", "second.weight"}
+
+
 def test_a_path_of_its_own_takes_a_head(tmp_path: Path) -> None:
     file = example_file("gpt")
     program = gp.export(

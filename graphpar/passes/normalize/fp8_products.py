@@ -18,7 +18,7 @@ from graphpar.emitted.fp8 import fp8_linear
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.parameter_casts import weight_of
-from graphpar.operators.record import Kind
+from graphpar.operators.reduce import chooses
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, infer
 from graphpar.text import matching
@@ -83,7 +83,7 @@ def _is_head(product: fx.Node) -> bool:
 
 def _is_router(product: fx.Node) -> bool:
     """Whether the largest results are chosen before anything else multiplies."""
-    return any(record_of(node).kind is Kind.SORT for node in _following(product))
+    return any(chooses(node) for node in _following(product))
 
 
 def _following(product: fx.Node) -> Iterator[fx.Node]:
