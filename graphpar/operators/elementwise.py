@@ -197,6 +197,11 @@ _ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
 _LIKE = Record(Kind.FACTORY, elementwise, tame=True)
 _QUOTIENT = pointwise(write.infix("/", write.PRODUCT), linear=FIRST, neutral=1)
 
+COMPARISONS = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "not_equal"]
+)
+"""Operators that say whether two numbers are equal, or which is larger."""
+
 RECORDS: dict[str, Record] = {
     "add": pointwise(write.infix("+", write.SUM), neutral=0, **_SUM),
     "sub": pointwise(write.infix("-", write.SUM), neutral=0, **_SUM),

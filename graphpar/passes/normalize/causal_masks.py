@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, TensorInfo, batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.operators.elementwise import COMPARISONS
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of
 from graphpar.operators.table import record_of
@@ -377,7 +378,7 @@ def _visible_columns(node: fx.Node, first: Tensor, second: Tensor) -> _Band | No
     """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place, from one on, or between two."""
     if first.ndim < 2 or second.ndim < 2 or first.is_complex() or second.is_complex() or node.kwargs:
         return None
-    if operator_name(node) not in _COMPARISONS:
+    if operator_name(node) not in COMPARISONS:
         return None
     less, same, more = node.target(torch.tensor([-1, 0, 1]), torch.tensor(0)).tolist()  # type: ignore[operator]
     if first.shape[-1] == 1 and second.shape[-2] == 1:  # rows first
@@ -399,7 +400,6 @@ def _visible_columns(node: fx.Node, first: Tensor, second: Tensor) -> _Band | No
     return _Band(begin, end, width)
 
 
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "not_equal"}
 _AND, _OR, _NOT = (False, False, False, True), (False, True, True, True), (True, False)
 
 
