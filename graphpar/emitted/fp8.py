@@ -5,9 +5,9 @@
     gradient of x       =  g @ weight             of g, and columns of weight
     gradient of weight  =  g.T @ x                none: in the dtype of x
 
-A scale is a power of two, the least by which the largest value of a row fits into 8 bits, so it rounds nothing itself. Where the ranks of
-an axis divide what is summed, each scales the shards that it multiplies, and no scale is sent. On CUDA the products run on the units
-for 8 bits; elsewhere the same rounded numbers are multiplied in fp32.
+A scale is a power of two, the least by which the largest value of a row fits into 8 bits, so it rounds nothing
+itself. Where the ranks of an axis divide what is summed, each scales the shards that it multiplies, and no scale is
+sent. On CUDA the products run on the units for 8 bits; elsewhere the same rounded numbers are multiplied in fp32.
 """
 
 from __future__ import annotations

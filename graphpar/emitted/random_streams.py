@@ -1,8 +1,8 @@
 """Random numbers and dropout that depend on the example, not on how the program is split.
 
-Every example of the global batch has a key, a function of (seed, step, index of the example), and so has the step. A random
-operator draws from the key, its own stream number and the position in the example, by a counter-based hash (SplitMix64). So
-the numbers are the same for any number of stages and microbatches, and when a block is recomputed.
+Every example of the global batch has a key, a function of (seed, step, index of the example), and so has the step. A
+random operator draws from the key, its own stream number and the position in the example, by a counter-based hash
+(SplitMix64). So the numbers are the same for any number of stages and microbatches, and when a block is recomputed.
 
 With ``kernel=True`` attention takes torch's own kernel and generator, seeded from the same keys and from which shard a
 rank has. Its masks are the same when a block is recomputed, but depend on how the program is split.
@@ -82,7 +82,8 @@ def random_bits(shape: list[int], keys: Tensor, batch_dim: int | None, sharded: 
     Without a ``batch_dim`` the one key of ``keys`` is that of all elements.
     """
     if batch_dim is None:
-        return random_bits([1, *shape], keys, 0, [(dim + 1, *place) for dim, *place in sharded])[0]  # type: ignore[misc]
+        places = [(dim + 1, *place) for dim, *place in sharded]
+        return random_bits([1, *shape], keys, 0, places)[0]  # type: ignore[arg-type]
     rows, columns = _counters(shape, keys, batch_dim, sharded)
     return _hash(rows + columns)
 
@@ -117,7 +118,10 @@ def uniform(
     dtype: torch.dtype = torch.float32,
     sharded: Sequence[ShardedDim] = (),
 ) -> Tensor:
-    """Draw as ``torch.rand``, all multiples in [0, 1) of the dtype's precision: keys [b] -> [b, *size]; b is at ``batch_dim``."""
+    """Draw as ``torch.rand``, all multiples in [0, 1) of the dtype's precision: keys [b] -> [b, *size].
+
+    b is at ``batch_dim``.
+    """
     count = digits(dtype)
     bits = random_bits(_of_rows(keys, size, batch_dim), keys, batch_dim, sharded)
     return (bits >> (64 - count)).bitwise_and_((1 << count) - 1).to(dtype) * 0.5**count

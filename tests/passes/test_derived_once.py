@@ -42,7 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, Any]]:
     monkeypatch.setattr(problem._Builder, "build", lambda builder: built(builder))
     measured = count(
         "measured",
-        lambda of, stage, rows, at: (tuple(of.degrees.items()), stage.modules, rows),
+        lambda of, stage, rows, at: (tuple(of.degrees.items()), stage.modules, (rows, bool(of.casts))),  # copies count
         activation_memory._measure_reach,
     )
     monkeypatch.setattr(activation_memory, "_measure_reach", measured)
