@@ -43,7 +43,7 @@ from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
-from graphpar.runtime.option_kinds import GENERATE, INFER, RANGE
+from graphpar.runtime.option_kinds import GENERATE, INFER, SEQ, Seq
 from graphpar.runtime.options import Request, options_of
 from graphpar.text import as_page, as_text
 
@@ -71,7 +71,7 @@ def export(
     output_dtype: str | None = None,
     keep_fp32: Sequence[str] | str | None = None,
     fp8: Sequence[str] | str | None = None,
-    seq: str | tuple[int, int] | None = None,
+    seq: Seq | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
@@ -101,7 +101,8 @@ def export(
         fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits, with ``dtype="bf16"``: ``"**"`` for all but the head,
             routers and adapters, which take part by their own paths.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
-            the example that is as long as its sequence varies. By default a program takes the example's length alone.
+            the example that is as long as its sequence varies. Of a model that is another one at other lengths a list,
+            ``"128,512,4096"``: each is traced. By default a program takes the example's length alone.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
         skip: names of optional passes to leave out.
         after_pass: called with each step, ``capture`` first, and the program after it.
@@ -115,9 +116,9 @@ def export(
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
     precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32, fp8)
-    ends = None if seq is None else RANGE.check("seq", seq)
+    lengths = None if seq is None else SEQ.check("seq", seq)
     source = ModelSource(
-        model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, ends
+        model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, lengths
     )
     return export_source(source, batch_dims, row_list, skip, after_pass)
 

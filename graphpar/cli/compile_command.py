@@ -42,7 +42,7 @@ from graphpar.passes.rank_passes import Seen
 from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.runtime.option_kinds import GENERATE, RANGE
+from graphpar.runtime.option_kinds import GENERATE, SEQ, Seq
 from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.text import bytes_text
 
@@ -198,12 +198,10 @@ def _export(
     return export_file(file, mode, precision, _names(options.skip or ""), ended, evaluates, cache, seq)
 
 
-def _traced_as(
-    options: argparse.Namespace, given: Plan | None
-) -> tuple[Precision, str | None, bool, tuple[int, int] | None]:
+def _traced_as(options: argparse.Namespace, given: Plan | None) -> tuple[Precision, str | None, bool, Seq | None]:
     """The dtypes and the mode that the model is traced with, whether it is traced in evaluation, too, and the range of lengths."""
     precision = given.precision if given else _precision(options)
-    seq = given.seq if given else None if options.seq is None else RANGE.check("seq", options.seq)
+    seq = given.seq if given else None if options.seq is None else SEQ.check("seq", options.seq)
     return precision, options.mode or (given.mode if given else None), bool(options.eval), seq
 
 

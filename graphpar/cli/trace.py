@@ -18,6 +18,7 @@ from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, PassList, check_skipped
+from graphpar.runtime.option_kinds import Seq
 
 
 def default_dtype(*clusters: str | None) -> str:
@@ -34,7 +35,7 @@ def export_file(
     after_pass: Callable[[Step, Program], None] | None = None,
     evaluates: bool = False,
     cache: CaptureCache | None = None,
-    seq: tuple[int, int] | None = None,
+    seq: Seq | None = None,
 ) -> Program:
     """Trace the model with its example inputs, loss and passes; the rest is as :func:`graphpar.export` takes it.
 

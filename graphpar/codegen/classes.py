@@ -16,7 +16,7 @@ from graphpar.codegen.layers import Layers
 from graphpar.codegen.printer import EVALUATED, GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Chunked, Function, Program, TensorInfo, value_of
-from graphpar.ir.stage import Stage
+from graphpar.ir.stage import Stage, told_apart_by
 from graphpar.runtime.layout import Shard
 from graphpar.text import is_at_or_below, is_below, numbered_runs, short_names
 
@@ -29,6 +29,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool, bool]:
     computes something else in evaluation.
     """
     other = None if program.evaluated is None else program.evaluated.blocks.get(block.name)
+    at_lengths = list(block.at_lengths.values())
     instance = block.instances[0]
     prefix = f"{instance}."
     infos = {name.removeprefix(prefix): info for name, info in _owned(program, prefix).items()}
@@ -36,7 +37,12 @@ def block_class(program: Program, block: Block) -> tuple[str, bool, bool]:
         infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
     )
     layers = Layers.of(
-        block.graph, tree, program.module_classes, prefix, evaluated=None if other is None else other.graph
+        block.graph,
+        tree,
+        program.module_classes,
+        prefix,
+        at_lengths=at_lengths,
+        evaluated=None if other is None else other.graph,
     )
     made = layers.constructors(tree, program.module_classes, prefix)
     init = InitPrinter(tree, made, train=program.mode == "train")
@@ -56,7 +62,11 @@ def block_class(program: Program, block: Block) -> tuple[str, bool, bool]:
     if other is not None:
         with _inputs_named_as(other.graph, block.graph):  # what comes into a block may have another name
             apart = _body(printed_of(other.graph)) != _body(printed)
-    lines += _forward_lines(printed, block.graph, base=block.path)
+    lines += _forward_lines(
+        printed, block.graph, base=block.path, first=_by_length(printed, block.graph, block.at_lengths)
+    )
+    for length, graph in block.at_lengths.items():
+        lines += _forward_lines(printed_of(graph), graph, method_at(length), base=block.path)
     if other is not None and apart:
         again = printed_of(other.graph)
         doc = docstring(f"In evaluation: {_flow(other.graph, again)}", _INDENT * 2)
@@ -94,7 +104,14 @@ def stage_class(
     """
     tree = stage_tree(program, infos, blocks)
     other = stage.evaluated
-    layers = Layers.of(stage.graph, tree, program.module_classes, evaluated=None if other is None else other.graph)
+    at_lengths = {length: each.graph for length, each in stage.at_lengths.items()}
+    layers = Layers.of(
+        stage.graph,
+        tree,
+        program.module_classes,
+        at_lengths=list(at_lengths.values()),
+        evaluated=None if other is None else other.graph,
+    )
     init = InitPrinter(tree, layers.constructors(tree, program.module_classes), train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
     printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts), layers)
@@ -103,7 +120,11 @@ def stage_class(
     summary = f"{modules}. {_flow(stage.graph, printed)}"
     lines = [f"class Stage{stage.index}(nn.Module):", *docstring(summary)]
     lines += _init_lines(body)
-    lines += _forward_lines(printed, stage.graph, keyword_after=len(received))
+    first = _by_length(printed, stage.graph, at_lengths, len(received))
+    lines += _forward_lines(printed, stage.graph, keyword_after=len(received), first=first)
+    for length, graph in at_lengths.items():
+        printed = StagePrinter(graph, tree, (*stage.inputs, *stage.counts), layers).print()
+        lines += _forward_lines(printed, graph, method_at(length), keyword_after=len(received))
     if other is not None:
         printed = StagePrinter(other.graph, tree, (*other.inputs, *other.counts), layers).print()
         doc = docstring(f"In evaluation: {_flow(other.graph, printed)}", _INDENT * 2)
@@ -241,6 +262,35 @@ def _init_lines(body: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
+def method_at(length: int) -> str:
+    """Name the method of a class that is another one at this length of the sequence."""
+    return f"at_{length}"
+
+
+def _by_length(
+    printed: Printed, graph: fx.Graph, at_lengths: Mapping[int, fx.Graph], keyword_after: int | None = None
+) -> list[str]:
+    """Print what chooses the method of a length, by a size of an input."""
+    found = told_apart_by([graph, *at_lengths.values()]) if at_lengths else None
+    if found is None:
+        return []
+    place, dim = found
+    names = printed.parameters
+    given = ", ".join(
+        name if keyword_after is None or number < keyword_after else f"{name}={name}"
+        for number, name in enumerate(names)
+    )
+    lines = []
+    for length, other in at_lengths.items():
+        value = value_of([node for node in other.nodes if node.op == "placeholder"][place])
+        size, number = (names[place], value) if dim is None else (f"{names[place]}.shape[{dim}]", value.shape[dim])
+        lines += [
+            f"{_INDENT * 2}if {size} == {int(number)}:",
+            *wrapped(f"return self.{method_at(length)}({given})", _INDENT * 3),
+        ]
+    return lines
+
+
 def _forward_lines(
     printed: Printed,
     graph: fx.Graph,
@@ -249,6 +299,7 @@ def _forward_lines(
     *,
     base: str = "",
     keyword_after: int | None = None,
+    first: Sequence[str] = (),
 ) -> list[str]:
     parameters = [f"{name}: {_type(node)}" for name, node in _parameters(printed, graph)]
     if keyword_after is not None and len(parameters) > keyword_after:
@@ -258,6 +309,7 @@ def _forward_lines(
         "",
         *wrapped(header, _INDENT),
         *doc,
+        *first,
         *_statement_lines(printed, _INDENT * 2, base),
         *_noted(wrapped(f"return {printed.returned}", _INDENT * 2), printed.notes),
     ]

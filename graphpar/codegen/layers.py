@@ -13,7 +13,7 @@ that it reads (BatchNorm with statistics that stay as they are, a product whose 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -126,21 +126,33 @@ class Layers:
 
     @staticmethod
     def of(
-        graph: fx.Graph, tree: Tree, classes: Mapping[str, str], prefix: str = "", *, evaluated: fx.Graph | None = None
+        graph: fx.Graph,
+        tree: Tree,
+        classes: Mapping[str, str],
+        prefix: str = "",
+        *,
+        at_lengths: Sequence[fx.Graph] = (),
+        evaluated: fx.Graph | None = None,
     ) -> Layers:
         """Find the layers of the class whose forward is ``graph`` and whose modules are ``tree``.
 
         Args:
             classes: module path -> the user's class; ``prefix`` is that of the class's own modules.
-            evaluated: what the class computes in evaluation, where that is another graph, on the same layers.
+            at_lengths: what the class computes at other lengths of the sequence, where these are other graphs, on the same layers.
+            evaluated: the same in evaluation.
         """
         mine = Layers._of(graph, tree, classes, prefix, trains=True)
-        if evaluated is None:
-            return mine
-        other = Layers._of(evaluated, tree, classes, prefix, trains=False)
-        by_path = {**other.by_path, **mine.by_path}
-        calls = {node: path for node, path in other.calls.items() if other.by_path[path] == by_path[path]}
-        return Layers(by_path, {**mine.calls, **calls}, mine.counts)
+        for each in at_lengths:
+            mine = mine._with(Layers._of(each, tree, classes, prefix, trains=True))
+        return mine if evaluated is None else mine._with(Layers._of(evaluated, tree, classes, prefix, trains=False))
+
+    def _with(self, other: Layers) -> Layers:
+        """Add the calls of another graph of the class."""
+        by_path = {**other.by_path, **self.by_path}
+        same = {path for path, layer in other.by_path.items() if layer == by_path[path]}
+        calls = {node: path for node, path in other.calls.items() if path in same}
+        counts = {node for node in other.counts if _counts_batches(node) in same}
+        return Layers(by_path, {**self.calls, **calls}, self.counts | counts)
 
     @staticmethod
     def _of(graph: fx.Graph, tree: Tree, classes: Mapping[str, str], prefix: str, *, trains: bool) -> Layers:

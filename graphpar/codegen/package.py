@@ -120,6 +120,12 @@ def _package(
     recomputed: Mapping[str, Recomputation],
 ) -> Package:
     stages = with_kept_outputs(stages)
+    for length in {length for stage in stages for length in stage.at_lengths}:
+        others = with_kept_outputs([stage.at_lengths.get(length, stage) for stage in stages])
+        stages = [
+            replace(stage, at_lengths={**stage.at_lengths, length: other}) if length in stage.at_lengths else stage
+            for stage, other in zip(stages, others)
+        ]
     if program.evaluated is not None:
         evaluated = with_kept_outputs(
             [stage.evaluated for stage in stages if stage.evaluated is not None], of_blocks=True
@@ -214,14 +220,18 @@ def _home(
 
 
 def graphs_of(stage: Stage) -> list[fx.Graph]:
-    """Return what a stage computes, in training and in evaluation where that is another graph."""
-    return [stage.graph, *([stage.evaluated.graph] if stage.evaluated is not None else [])]
+    """Return what a stage computes: in training, at other lengths and in evaluation, where these are other graphs."""
+    others = [*stage.at_lengths.values(), *([stage.evaluated] if stage.evaluated is not None else [])]
+    return [stage.graph, *(other.graph for other in others)]
 
 
 def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
     """All graphs that are printed."""
     blocks = [
-        each.blocks[block.name].graph for block in _called(program, stages) for each in _modes(program, block.name)
+        graph
+        for block in _called(program, stages)
+        for each in _modes(program, block.name)
+        for graph in _graphs_of_block(each.blocks[block.name])
     ]
     graphs = [*(graph for stage in stages for graph in graphs_of(stage)), *blocks]
     graphs += [function.graph for function in _functions(program, stages).values()]
@@ -235,28 +245,33 @@ def _called(program: Program, stages: Sequence[Stage]) -> list[Block]:
     return [block for name, block in program.blocks.items() if name in used]
 
 
+def _graphs_of_block(block: Block) -> list[fx.Graph]:
+    """Return what a block computes at the longest length, and at others where that is another graph."""
+    return [block.graph, *block.at_lengths.values()]
+
+
 def _modes(program: Program, block: str) -> list[Program]:
     """The programs, of training and of evaluation where that is another, that have a block."""
     return [each for each in (program, program.evaluated) if each is not None and block in each.blocks]
 
 
 def _functions(program: Program, stages: Sequence[Stage]) -> dict[str, Function]:
-    """The functions that stages and their blocks call, by name; one that evaluation has under a name of training's gets another."""
+    """The functions that stages and their blocks call, by name; one that evaluation or another length has under a name of training's gets
+    another."""
     called = [block.name for block in _called(program, stages)]
+    blocks = [program.blocks[name] for name in called]
+    evaluated = [stage.evaluated.graph for stage in stages if stage.evaluated is not None]
+    if program.evaluated is not None:
+        evaluated += [program.evaluated.blocks[name].graph for name in called if name in program.evaluated.blocks]
+    at_lengths = [each.graph for stage in stages for each in stage.at_lengths.values()]
+    at_lengths += [graph for block in blocks for graph in block.at_lengths.values()]
+    first = [*(stage.graph for stage in stages), *(block.graph for block in blocks)]
     found: dict[str, Function] = {}
-    for mode, own in (
-        (program, [stage.graph for stage in stages]),
-        (program.evaluated, [stage.evaluated.graph for stage in stages if stage.evaluated is not None]),
-    ):
-        blocks = [] if mode is None else [mode.blocks[name].graph for name in called if name in mode.blocks]
-        for target in (node.target for graph in (*own, *blocks) for node in graph.nodes):
+    for graphs, others in ((first, False), ([*at_lengths, *evaluated], True)):
+        for target in (node.target for graph in graphs for node in graph.nodes):
             if isinstance(target, Function):
                 known = found.setdefault(target.name, target)
-                if (
-                    known is not target
-                    and mode is program.evaluated
-                    and helper_function(known) != helper_function(target)
-                ):
+                if known is not target and others and helper_function(known) != helper_function(target):
                     target.name = free_name(target.name, found)
                     found[target.name] = target
     return found

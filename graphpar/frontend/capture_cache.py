@@ -34,6 +34,7 @@ from graphpar.frontend.modelfile import ModelFile, load_model_file, named_as_fil
 from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
+from graphpar.runtime.option_kinds import Seq
 
 VARIABLE = "GRAPHPAR_CACHE"
 """The variable of the environment that names the folder of the cache."""
@@ -108,7 +109,7 @@ class CaptureCache:
         precision: Precision | None = None,
         mode: str | None = None,
         evaluates: bool = False,
-        seq: tuple[int, int] | None = None,
+        seq: Seq | None = None,
     ) -> None:
         """Find the model file ``model``, a path or a dotted name; the rest is what its capture will be asked with.
 
@@ -174,9 +175,7 @@ class CaptureCache:
         path, reference = (Path(self._model), None) if as_file else (file.path, str(self._model))
         return replace(file, **functions, path=path, reference=reference, importer=self._import_late)
 
-    def _place(
-        self, precision: Precision, mode: str | None, evaluates: bool, seq: tuple[int, int] | None
-    ) -> Path | None:
+    def _place(self, precision: Precision, mode: str | None, evaluates: bool, seq: Seq | None) -> Path | None:
         """Return the file of the entry, named by what was asked; None where nothing is kept."""
         if self._folder is None:
             return None

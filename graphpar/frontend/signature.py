@@ -240,7 +240,7 @@ def lengths_of(source: ModelSource, request: Request) -> Lengths:
         tuple(i for i, size in enumerate(leaf.shape) if size == length and i != dim) if isinstance(leaf, Tensor) else ()
         for leaf, dim in zip(request.leaves, request.batch_dims)
     ]
-    return Lengths(*source.seq, tuple(dims))
+    return Lengths(source.seq, tuple(dims))
 
 
 # ---- outputs ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``Lengths``: the range of lengths of the sequence that a program takes, and where examples have them.
+"""``Lengths``: the lengths of the sequence that a program takes, and where examples have them.
 
 seq 128..4096    input_ids [8, 1024], labels [8, 1024]  ──resized──►  [8, 4096], [8, 4096]
 """
@@ -14,23 +14,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from graphpar.runtime.option_kinds import Seq, ends_of, listed_lengths
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a range.
+    """The lengths of a range, or of a list.
 
     Attributes:
-        least, most: the ends, both included.
+        seq: the ends of the range, both included; or the list.
         dims: of each leaf of the example (arguments, then targets), the dims that are as long as the sequence.
         multiple: the lengths that a rank's program takes are multiples of it.
         fills: why results would change if a batch were padded to one of these; or the value of what is added to each input, by name: of
             the labels that the loss ignores. Other inputs repeat their last position.
     """
 
-    least: int
-    most: int
+    seq: Seq
     dims: tuple[tuple[int, ...], ...]
     multiple: int = 1
     fills: str | Mapping[str, int] = field(default_factory=dict)
@@ -38,7 +39,17 @@ class Lengths:
     @property
     def ends(self) -> tuple[int, int]:
         """The shortest and the longest length."""
-        return self.least, self.most
+        return ends_of(self.seq)
+
+    @property
+    def most(self) -> int:
+        """The longest length."""
+        return self.ends[1]
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The lengths of a list, the shortest first; of a range nothing."""
+        return listed_lengths(self.seq)
 
     def resized(self, example: T, length: int) -> T:
         """Return the example with sequences of this length: their beginnings, or repeated."""

@@ -25,6 +25,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.lengths import Lengths, Size
 from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
+from graphpar.runtime.option_kinds import Seq
 from graphpar.runtime.plan_record import Adapter
 from graphpar.text import as_text, count_text
 
@@ -131,6 +132,7 @@ class Block:
     module_class: str
     graph: fx.Graph
     instances: list[str] = field(default_factory=list)
+    at_lengths: Mapping[int, fx.Graph] = field(default_factory=dict)  # what it is at other lengths of the sequence
 
     @property
     def path(self) -> str:
@@ -152,7 +154,7 @@ class ModelSource:
     precision: Precision = field(default_factory=Precision)
     mode: str | None = None
     evaluates: bool = False
-    seq: tuple[int, int] | None = None  # the shortest and the longest sequence, where lengths vary
+    seq: Seq | None = None  # the lengths of the sequence, where they vary
 
     def at_length(self, lengths: Lengths, length: int) -> ModelSource:
         """Return the source with examples of this length."""

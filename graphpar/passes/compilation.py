@@ -5,6 +5,7 @@ program, plan ──compiled──► Compilation(sharded, stages, estimate) ─
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,9 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program, without_evaluation
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
-from graphpar.passes.evaluation import with_evaluated_stages
+from graphpar.passes.evaluation import placed_as_stored, with_evaluated_stages
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
-from graphpar.passes.lengths import check_tables, joined, sharding_at, tried
+from graphpar.passes.lengths import EACH, LISTS, check_tables, joined, sharding_at, tried
 from graphpar.passes.normalize.padding import fills_of
 from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planned import Planned, sharded_as
@@ -122,6 +123,8 @@ def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
     """
     assert program.lengths is not None
     check_tables(program)
+    if program.lengths.listed:
+        return _of_listed(program, plan, longest)
     least, most = program.lengths.ends
     most_multiple = plan.mesh.tp * (2 * plan.mesh.cp if plan.mesh.cp > 1 else 1)  # attention over cp halves shards
     multiples = [each for each in range(1, most_multiple + 1) if most_multiple % each == 0]
@@ -143,18 +146,71 @@ def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
             if multiple % divided == 0:
                 local, stages = found
                 return replace(
-                    local, lengths=replace(program.lengths, multiple=multiple, fills=_fills(program))
+                    local, lengths=replace(program.lengths, multiple=multiple, fills=_fills(program, least, most))
                 ), stages
     raise GraphparError(
         f"seq: a size of the program is a part of the length, which is a whole number for multiples of {divided} alone; make the model "
-        "independent of it, or leave seq out and compile a program for each length."
+        f"independent of it, or {LISTS}."
     )
 
 
-def _fills(program: Program) -> str | dict[str, int]:
-    """Return what a batch is padded with, or why it can't be: by the program of a length that is prime, and so no other size."""
+def _of_listed(program: Program, plan: Planned, longest: Stages) -> Stages:
+    """Return what is emitted for the lengths of a list, each of which is compiled.
+
+    Raises:
+        GraphparError: one can't be, or its stages take other tensors than those of the longest.
+    """
+    assert program.lengths is not None
+    lengths = program.lengths.listed[::-1]
+    found = [longest, *(_at_length(program, plan, length) for length in lengths[1:])]
+    try:
+        (local, stages), divided = joined(found, lengths, listed=True)
+    except GraphparError as error:
+        raise GraphparError(str(error).replace(LISTS, EACH)) from error
+    return replace(local, lengths=replace(program.lengths, multiple=divided, fills=_listed_fills(program))), stages
+
+
+def _listed_fills(program: Program) -> str | dict[str, int]:
+    """Return what a batch is padded with to the next length of a list, or why it can't be."""
     assert program.lengths is not None and program.at_length is not None
-    least, most = program.lengths.ends
+    found: list[dict[str, int]] = []
+    for before, length in itertools.pairwise((1, *program.lengths.listed)):
+        if before + 1 == length:
+            continue
+        try:
+            same = _of_one_graph(program, before + 1, length)
+            fills = (
+                _fills(program, before + 1, length) if same else f"the model is another one below {length} positions"
+            )
+        except GraphparError as error:
+            fills = f"below {length} positions: {str(error).rstrip('.')}"
+        if isinstance(fills, str):
+            return fills
+        found.append(fills)
+    if any(fills != found[0] for fills in found):
+        return "labels are ignored by other values at other lengths"
+    return found[0] if found else {}
+
+
+def _of_one_graph(program: Program, least: int, most: int) -> bool:
+    """Whether the model is the same at all lengths that are tried of a range.
+
+    Raises:
+        GraphparError: it can't be traced at one.
+    """
+    assert program.at_length is not None
+    lengths = tried(least, most, 1)
+    found = [program.at_length(length, False) for length in lengths]
+    try:
+        joined([(each, split(each, [])) for each in found], lengths)
+    except GraphparError:
+        return False
+    return True
+
+
+def _fills(program: Program, least: int, most: int) -> str | dict[str, int]:
+    """Return what a batch is padded with, or why it can't be: by the program of a length that is prime, and so no other size."""
+    assert program.at_length is not None
     primes = (n for n in range(most, max(least, 5) - 1, -1) if all(n % k for k in range(2, math.isqrt(n) + 1)))
     others = {size for info in (*program.parameters.values(), *program.buffers.values()) for size in info.shape}
     prime = next((n for n in primes if not any(size % n == 0 for size in others)), None)
@@ -166,11 +222,21 @@ def _fills(program: Program) -> str | dict[str, int]:
 def _at_length(program: Program, plan: Planned, length: int) -> Stages:
     """Return what is emitted by ``plan`` for sequences of this length alone."""
     assert program.lengths is not None and program.at_length is not None
-    at, rows, ratio = program.at_length(length), plan.microbatch_size, Fraction(length, program.lengths.most)
+    rows, ratio = plan.microbatch_size, Fraction(length, program.lengths.most)
+    try:
+        at = program.at_length(length)
+    except GraphparError as error:
+        helps = "" if program.lengths.listed else f" If the model takes some lengths alone, {LISTS}."
+        raise GraphparError(f"seq: at {length} positions: {str(error).rstrip('.')}.{helps}") from error
     at = with_dropout(at, plan.dropout)
     problem = problem_of(at, plan.sharding, rows)
-    sharding = plan.sharding if problem is None else sharding_at(problem, plan.sharding, ratio)
-    made = sharded(at, sharding, rows, problem).local
+    try:
+        sharding = plan.sharding if problem is None else sharding_at(problem, plan.sharding, ratio)
+        made = sharded(at, sharding, rows, problem).local
+    except GraphparError:
+        if not program.lengths.listed:
+            raise
+        made = placed_as_stored(at, plan)  # another program
     kinds = recomputed_blocks(at, plan.recompute)
     found = made, split(made, positions_of(made, plan.split_points))
     for step in STAGE_PASSES:

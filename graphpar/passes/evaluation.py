@@ -61,7 +61,7 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
     program = replace(
         program, inputs=(*program.inputs, *(entry for entry in evaluated.inputs if entry.name not in known))
     )
-    local = _placed(evaluated, plan)
+    local = placed_as_stored(evaluated, plan)
     stages = split_as(local, [_held(trained[0], stage) for stage in trained[1]])
     for step in STAGE_PASSES:
         if step.name == "own_units":
@@ -74,8 +74,8 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
     return program, [replace(stage, evaluated=other) for stage, other in zip(emitted[1], stages)]
 
 
-def _placed(program: Program, plan: Plan) -> Program:
-    """Return what a rank computes in evaluation, on parameters as ``plan`` stores them."""
+def placed_as_stored(program: Program, plan: Plan) -> Program:
+    """Return what a rank computes of a program of the same parameters, as ``plan`` stores them: in evaluation, or at another length."""
     axes, stored = placed_axes(program, plan.mesh), plan.sharding.parameters
     given = Sharding(
         axes,

@@ -6,6 +6,11 @@
 
 Each length is compiled by the same plan; what differs must be a linear function of the length. The range's ends are among them, and one
 between: so a model that does something else from some length on is refused, by the operator and its line.
+
+    lengths 128, 512, 4096 of a list      Block.forward at 4096, with Block.at_512 and Block.at_128 where the graphs can't be joined
+
+Of a list each length is compiled. A block or stage that is another one at some of them has a graph of each, on the same parameters; it
+tells them apart by a size of what it is given.
 """
 
 from __future__ import annotations
@@ -33,14 +38,19 @@ from graphpar.ir.program import (
     where,
 )
 from graphpar.ir.sharding import Decision, Sharding, Types
-from graphpar.ir.stage import Boundary, Stage
+from graphpar.ir.stage import Boundary, Stage, told_apart_by
+from graphpar.operators.parameter_casts import read_dtypes
 from graphpar.operators.placement import literal, operands_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.functional import copied
 from graphpar.passes.sharding.keys import keys_of
 from graphpar.passes.sharding.problem import Problem
 from graphpar.passes.stage_passes import Stages
 from graphpar.runtime.layout import Shard, Type
+
+LISTS, EACH = "list the lengths, as in seq 128,512: each is traced", "compile a program for each length"
+"""What helps where the program is another one at other lengths; and where that is a list already."""
 
 
 def tried(least: int, most: int, multiple: int) -> list[int]:
@@ -114,7 +124,10 @@ def sharding_at(problem: Problem, sharding: Sharding, ratio: Fraction) -> Shardi
         if decision is not None and decision not in legal:
             decision = Decision(_of(decision.operands, ratio), _of(decision.results, ratio), decision.rewrites)
         if decision not in legal:
-            raise GraphparError(f"{operator_name(each.node)}{where(each.node)} can't be sharded so at other lengths.")
+            raise GraphparError(
+                f"{operator_name(each.node)}{where(each.node)} can't be sharded so at other lengths. If the model is another one there, "
+                f"{LISTS}."
+            )
         decisions.setdefault(each.scope, {})[key] = decision
     return replace(sharding, decisions=decisions)
 
@@ -139,6 +152,8 @@ class _Join:
     functions: dict[Function, tuple[Function, bool]] = field(default_factory=dict)
     blocks: dict[str, tuple[fx.Graph, bool]] = field(default_factory=dict)
     programs: Sequence[Program] = ()
+    listed: bool = False
+    blocks_at: dict[str, dict[int, fx.Graph]] = field(default_factory=dict)
 
     def size(self, values: Sequence[int], refused: Callable[[str], GraphparError]) -> Size | None:
         """Return the linear function of the length that gives ``values``; None where they are all the same.
@@ -197,10 +212,60 @@ class _Join:
         return self.functions[target]
 
     def block(self, name: str) -> bool:
-        """Join a block; return whether it takes the length."""
+        """Join a block; return whether it takes the length. One of a list that can't be joined, or takes it, has a graph for each."""
         if name not in self.blocks:
-            self.blocks[name] = self.graph([program.blocks[name].graph for program in self.programs])
+            graphs = [program.blocks[name].graph for program in self.programs]
+            found, others = self.joined_or_apart(
+                graphs, lambda: f"{name} ({self.programs[0].blocks[name].instances[0]})"
+            )
+            self.blocks[name], self.blocks_at[name] = found, others
         return self.blocks[name][1]
+
+    def joined_or_apart(
+        self, graphs: Sequence[fx.Graph], named: Callable[[], str]
+    ) -> tuple[tuple[fx.Graph, bool], dict[int, fx.Graph]]:
+        """Join the graphs of a class; of a list that of the longest, with those of the other lengths, where that can't be."""
+        try:
+            found = self.graph(graphs)
+        except GraphparError:
+            if not self.listed:
+                raise
+        else:
+            if not (self.listed and found[1]):
+                return found, {}
+        graphs = [_copied(graph) for graph in graphs]
+        for length, graph in zip(self.lengths, graphs):
+            for node in graph.nodes:
+                if node.op == "call_module" and self.block(str(node.meta["block"])):
+                    node.args = (*node.args, length)
+        first, others = graphs[0], graphs[1:]
+        if len({len([node for node in graph.nodes if node.op == "placeholder"]) for graph in graphs}) > 1:
+            raise GraphparError(
+                f"{named()} is another one at other lengths, and takes other inputs there; compile a program for each length."
+            )
+        self._mark_outputs(first, others)
+        if takes := told_apart_by(graphs) is None:
+            for length, graph in zip(self.lengths, graphs):
+                _take_length(graph, length)
+        return (first, takes), dict(zip(self.lengths[1:], others))
+
+    def _mark_outputs(self, first: fx.Graph, others: Sequence[fx.Graph]) -> None:
+        """Note at the nodes of ``first`` that the model returns how their sizes follow the length; what is not returned at all lengths is
+        not offered at any."""
+        at = [
+            {each.name: each for node in graph.nodes for each in node.meta.get("model_output", ())} for graph in others
+        ]
+        for node in first.nodes:
+            outputs = node.meta.get("model_output", ())
+            if outputs:
+                kept = [each for each in outputs if all(each.name in found for found in at)]
+                joined = (self._output([each, *(found[each.name] for found in at)], node) for each in kept)
+                node.meta["model_output"] = tuple(joined)
+        names = {each.name for node in first.nodes for each in node.meta.get("model_output", ())}
+        for graph in others:
+            for node in graph.nodes:
+                if node.meta.get("model_output"):
+                    node.meta["model_output"] = tuple(each for each in node.meta["model_output"] if each.name in names)
 
 
 class _GraphJoin:
@@ -282,10 +347,17 @@ class _GraphJoin:
             made.meta = {"val": int(value_of(node).shape[dim])}
             return made, size
         if self.given is None:
-            with self.new.inserting_after(inputs[-1]) if inputs else self.new.inserting_before():
-                self.given = self.new.placeholder("length")
-            self.given.meta = {"val": self.join.lengths[0]}
+            self.given = _take_length(self.new, self.join.lengths[0])
         return self.given, whole
+
+
+def _take_length(graph: fx.Graph, length: int) -> fx.Node:
+    """Add the length to the inputs of a graph, as its last."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
+        node = graph.placeholder("length")
+    node.meta = {"val": length}
+    return node
 
 
 def _lengths(node: fx.Node) -> Iterator[tuple[int, Size]]:
@@ -307,7 +379,7 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 def _refused(node: fx.Node, why: str) -> GraphparError:
     return GraphparError(
         f"The program is another one at other lengths: {operator_name(node)}{where(node)}: {why}. Make the model independent of the "
-        "length, or leave seq out and compile a program for each length."
+        f"length, or {LISTS}."
     )
 
 
@@ -321,8 +393,11 @@ def _first_difference(rows: Sequence[Sequence[fx.Node]]) -> GraphparError:
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def joined(found: Sequence[Stages], lengths: Sequence[int]) -> tuple[Stages, int]:
+def joined(found: Sequence[Stages], lengths: Sequence[int], *, listed: bool = False) -> tuple[Stages, int]:
     """Join the programs of a rank and their stages at some lengths, the longest first.
+
+    Args:
+        listed: these are all the lengths that the program takes.
 
     Returns:
         Them for any length, and the number of which a length must be a multiple.
@@ -330,14 +405,19 @@ def joined(found: Sequence[Stages], lengths: Sequence[int]) -> tuple[Stages, int
     Raises:
         GraphparError: they differ in more than sizes; the message names the first operator, its module and its line.
     """
+    if listed:
+        found = [
+            found[0],
+            *(_with_own_constants(found[0][0], *other, length) for other, length in zip(found[1:], lengths[1:])),
+        ]
+        _check_alike(found)
     programs = [program for program, _ in found]
-    join = _Join(lengths, programs=programs)
+    join = _Join(lengths, programs=programs, listed=listed)
     first = programs[0]
-    for name, constant in first.constants.items():
+    for name, constant in () if listed else first.constants.items():
         if any(name not in other.constants or not _same(constant, other.constants[name]) for other in programs):
             raise GraphparError(
-                f"The program is another one at other lengths: the constant {name} differs. Compute it from the input's shape, or leave "
-                "seq out."
+                f"The program is another one at other lengths: the constant {name} differs. Compute it from the input's shape, or {LISTS}."
             )
     if len({len(stages) for _, stages in found}) > 1 or len({len(program.stream_layouts) for program in programs}) > 1:
         raise GraphparError(
@@ -351,11 +431,86 @@ def joined(found: Sequence[Stages], lengths: Sequence[int]) -> tuple[Stages, int
     for nodes in zip(*(_results(program.graph) for program in programs)):
         join.mark(nodes, nodes[0])
     blocks = {
-        name: replace(block, graph=join.blocks[name][0]) if name in join.blocks else block
+        name: replace(block, graph=join.blocks[name][0], at_lengths=join.blocks_at[name])
+        if name in join.blocks
+        else block
         for name, block in first.blocks.items()
     }
     inputs = tuple(map(_input, first.inputs, programs[-1].inputs))
-    return (replace(first, blocks=blocks, counts=counts, inputs=inputs), stages), join.multiple
+    constants = {name: value for program in reversed(programs) for name, value in program.constants.items()}
+    return (replace(first, blocks=blocks, counts=counts, inputs=inputs, constants=constants), stages), join.multiple
+
+
+def _with_own_constants(first: Program, program: Program, stages: Sequence[Stage], length: int) -> Stages:
+    """Give constants of a program of another length that differ from those of ``first`` names of their own."""
+    names = {
+        name: f"{name}_at_{length}"
+        for name, value in program.constants.items()
+        if name not in first.constants or not _same(value, first.constants[name])
+    }
+    if not names:
+        return program, list(stages)
+    stages = [replace(stage, graph=_copied(stage.graph)) for stage in stages]
+    blocks = {name: replace(block, graph=_copied(block.graph)) for name, block in program.blocks.items()}
+    program = replace(program, blocks=blocks)
+    graphs = [("", stage.graph) for stage in stages] + [(name, block.graph) for name, block in blocks.items()]
+    for scope, graph in graphs:
+        for node in graph.nodes:
+            if node.op == "get_attr" and any(f"{prefix}{node.target}" in names for prefix in program.prefixes(scope)):
+                for prefix in program.prefixes(scope):
+                    names.setdefault(f"{prefix}{node.target}", f"{prefix}{node.target}_at_{length}")
+                node.target = f"{node.target}_at_{length}"
+    return replace(program, constants={names.get(name, name): v for name, v in program.constants.items()}), stages
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    new = copied(graph)
+    new.output_node().meta = dict(graph.output_node().meta)
+    return new
+
+
+def _check_alike(found: Sequence[Stages]) -> None:
+    """Check that the programs of a list have the same stages, blocks, parameters and random operators.
+
+    Raises:
+        GraphparError: one has others.
+    """
+    (first, stages), *others = found
+    read = [_read(first, stage) for stage in stages]
+    for program, others_stages in others:
+        if [_read(program, stage) for stage in others_stages] != read:
+            there = [set(_read(program, stage)) for stage in others_stages]
+            differing = sorted(set().union(*(a ^ set(b) for a, b in zip(there, read))) | set())
+            shown = f": {differing[0]}" if differing else ""
+            raise GraphparError(
+                f"At other lengths other parameters or buffers are read, or in other stages{shown}; compile a program for each length."
+            )
+        if program.stream_layouts != first.stream_layouts:
+            raise GraphparError(
+                "At other lengths the model draws other random numbers; compile a program for each length."
+            )
+        if read_dtypes(program) != read_dtypes(first):
+            raise GraphparError(
+                "At other lengths parameters are read in other dtypes; compile a program for each length."
+            )
+        if dict(program.branches) != dict(first.branches):
+            raise GraphparError(
+                "At other lengths the model has other branches on values; compile a program for each length."
+            )
+
+
+def _read(program: Program, stage: Stage) -> dict[str, str]:
+    """Return what a stage reads of the model's state, and the blocks that it calls, each with its class."""
+    state = {*program.parameters, *program.buffers}
+    own = {str(node.target): "" for node in stage.graph.nodes if node.op == "get_attr" and node.target in state}
+    calls = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+    inside = {
+        f"{path}.{node.target}": ""
+        for path, block in calls.items()
+        for node in program.blocks[block].graph.nodes
+        if node.op == "get_attr" and f"{path}.{node.target}" in state
+    }
+    return own | calls | inside
 
 
 def _input(longest: Input, other: Input) -> Input:
@@ -368,20 +523,24 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _stage(join: _Join, stages: Sequence[Stage]) -> Stage:
-    graph, takes = join.graph([stage.graph for stage in stages])
+    named = f"Stage {stages[0].index} ({', '.join(stages[0].modules)})"
+    (graph, takes), others = join.joined_or_apart([stage.graph for stage in stages], lambda: named)
     if takes:
         raise GraphparError(
-            f"Stage {stages[0].index} ({', '.join(stages[0].modules)}) needs the length of the sequence, but receives nothing that has it; "
-            "split the model elsewhere."
+            f"{named} needs the length of the sequence, but receives nothing that has it; split the model elsewhere."
         )
 
+    if len({(stage.inputs, stage.counts, tuple(each.name for each in stage.receives)) for stage in stages}) > 1:
+        raise GraphparError(f"{named} takes other tensors at other lengths; split the model elsewhere.")
+
     def boundaries(found: Sequence[tuple[Boundary, ...]]) -> None:
-        for each in zip(*found):
+        for each in zip(*found, strict=True):
             join.mark([boundary.node for boundary in each], each[0].node)
 
     boundaries([stage.receives for stage in stages])
     boundaries([stage.sends for stage in stages])
-    return replace(stages[0], graph=graph)
+    at_lengths = {length: replace(stages[join.lengths.index(length)], graph=other) for length, other in others.items()}
+    return replace(stages[0], graph=graph, at_lengths=at_lengths)
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:

@@ -41,7 +41,7 @@ from graphpar.report.phrases import (
 )
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
-from graphpar.runtime.option_kinds import GENERATE, INFER
+from graphpar.runtime.option_kinds import GENERATE, INFER, Seq, ends_of, listed_lengths
 from graphpar.runtime.plan_record import REPORT, decisions_of
 from graphpar.schedules.simulation import draw
 from graphpar.text import (
@@ -209,8 +209,17 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     return "Plan", plan
 
 
-def _lengths(ends: Sequence[int], multiple: int, unpadded: str | None) -> str:
+def _lengths(seq: Seq, multiple: int, unpadded: str | None) -> str:
     """``128 to 4,096 positions, priced at 4,096; padded to multiples of 4``"""
+    ends = ends_of(seq)
+    if listed := listed_lengths(seq):
+        shown = f"{', '.join(f'{length:,}' for length in listed[:-1])} or {listed[-1]:,}"
+        others = (
+            "others are padded to the next"
+            if unpadded is None
+            else f"others are refused, since padding would change results: {unpadded}"
+        )
+        return f"{shown} positions, priced at {ends[1]:,}; {others}"
     others = "" if multiple == 1 else f"; padded to multiples of {multiple}"
     if unpadded is not None and multiple > 1:
         others = f"; multiples of {multiple} alone, since padding would change results: {unpadded}"

@@ -22,7 +22,7 @@ from graphpar.runtime.axes import AXES, AXIS, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import GraphparError, RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import GENERATE, MODES
+from graphpar.runtime.option_kinds import GENERATE, MODES, ends_of
 from graphpar.runtime.options import Decisions, check_decisions
 from graphpar.runtime.plan_record import Adapter, PlanRecord, read_object, without_usual
 from graphpar.runtime.records import DTYPES, Record, degrees_of, kept, packed, packed_fields, read
@@ -333,7 +333,7 @@ class Manifest(Decisions, Interface):
     def at(self, length: int) -> Manifest:
         """Return the program for sequences of this length: the shapes of what it takes, sends and returns."""
         assert self.seq is not None
-        more = length - self.seq[1]
+        more = length - ends_of(self.seq)[1]
         if not more:
             return self
 

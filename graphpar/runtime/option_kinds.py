@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from graphpar.runtime.errors import GraphparError, near_match
 from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
@@ -244,10 +244,41 @@ def _read_split(text: str) -> list[str | dict[str, str]]:
     return points
 
 
-def _checked_range(name: str, value: Any) -> tuple[int, int]:
+Seq = tuple[int, int] | str
+"""Lengths of the sequence: the ends of a range, or a list, ``"128,512,4096"``."""
+
+
+def listed_lengths(seq: Seq | None) -> tuple[int, ...]:
+    """Return the lengths of a list, the shortest first; of a range nothing."""
+    return tuple(map(int, seq.split(","))) if isinstance(seq, str) else ()
+
+
+def ends_of(seq: Seq) -> tuple[int, int]:
+    """Return the shortest and the longest length."""
+    listed = listed_lengths(seq)
+    return (listed[0], listed[-1]) if listed else cast("tuple[int, int]", seq)
+
+
+def seq_text(seq: Seq) -> str:
+    """Spell lengths as the command line takes them: ``128..4096``, ``128,512,4096``."""
+    return seq if isinstance(seq, str) else "..".join(map(str, seq))
+
+
+def _checked_seq(name: str, value: Any) -> Seq:
+    if isinstance(value, str) and ".." not in value:
+        listed = sorted({_parsed_number(each) for each in value.split(",")})
+        if len(listed) < 2 or listed[0] < 2:
+            raise GraphparError(
+                f"{name} is {value!r}; it must be a range of lengths, such as 128..4096, or at least two lengths, such as 128,512,4096, "
+                "each 2 or more."
+            )
+        return ",".join(map(str, listed))
     ends = value.split("..") if isinstance(value, str) else value
     if not isinstance(ends, tuple | list) or len(ends) != 2:
-        raise GraphparError(f"{name} is {value!r}; it must be the shortest and the longest length, such as 128..4096.")
+        raise GraphparError(
+            f"{name} is {value!r}; it must be the shortest and the longest length, such as 128..4096, or a list of lengths in a text, "
+            "such as '128,512,4096'."
+        )
     least, most = (_parsed_number(end) if isinstance(end, str) else whole_number(name, end) for end in ends)
     if not 2 <= least < most:
         raise GraphparError(f"{name} is {least}..{most}; a range begins at 2 or more and ends above that.")
@@ -276,8 +307,8 @@ SPLIT = Kind(_any, read=_read_split)
 PATTERNS = Kind(_checked_patterns, (list,))
 """Patterns over paths of modules."""
 EDGES = Kind(_checked_edges, (list,), read=_read_edges)
-RANGE = Kind(_checked_range, (list,))
-"""Two lengths, as ``128..4096`` on the command line."""
+SEQ = Kind(_checked_seq, (list, str))
+"""Lengths, as ``128..4096`` or ``128,512,4096`` on the command line."""
 STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
 
 

@@ -33,12 +33,12 @@ from graphpar.runtime.option_kinds import (
     OFFLOADED,
     PATTERNS,
     PREFETCH,
-    RANGE,
     RECOMPUTED,
     RESHARD,
     RESHARDED,
     SCHEDULE,
     SECONDS,
+    SEQ,
     SHOWN,
     SPLIT,
     STAGES,
@@ -47,6 +47,7 @@ from graphpar.runtime.option_kinds import (
     ZERO1_BY,
     Kind,
     Recompute,
+    Seq,
     choice,
     share_of,
 )
@@ -247,7 +248,7 @@ def _legal_reduce_dtype(dtype: str, given: Decisions, mesh: Mesh, mode: str) -> 
         )
 
 
-def _legal_seq(ends: tuple[int, int], given: Decisions, mesh: Mesh, mode: str) -> None:
+def _legal_seq(seq: Seq, given: Decisions, mesh: Mesh, mode: str) -> None:
     if mode == GENERATE:
         raise GraphparError(
             "seq: a program for generation takes prompts of any lengths, up to that of the example inputs; leave it out."
@@ -396,9 +397,10 @@ class Decisions:
         "activations. True is refused with the last three, and leaves such schedules out of the search. Prices are those of fused "
         "operators; memory is counted as without.", beside_plan=True,
     )
-    seq: tuple[int, int] | None = option(
-        RANGE, "lengths of the sequence that the program takes, such as 128..4096; priced at the longest (default: that of the example "
-        "inputs)", group="workload", metavar="A..B", about="must equal that of ``export``.", legal=_legal_seq,
+    seq: Seq | None = option(
+        SEQ, "lengths of the sequence that the program takes, such as 128..4096, or 128,512,4096 for a model that is another one at "
+        "other lengths; priced at the longest (default: that of the example inputs)", group="workload", metavar="A..B",
+        about="must equal that of ``export``.", legal=_legal_seq,
     )
     dtype: str | Any = option(
         choice(*DTYPE_NAMES), "dtype in which the model computes; its parameters stay in fp32 (default: on GPUs bf16 for training, else "

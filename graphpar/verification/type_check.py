@@ -46,7 +46,7 @@ from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
-from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.option_kinds import GENERATE, listed_lengths
 from graphpar.runtime.stages.modules import build_stage, emitted_package
 from graphpar.runtime.stages.schedules import check_actions
 from graphpar.verification.products_proof import product_problems
@@ -141,9 +141,10 @@ def check_folder(folder: str | Path) -> CheckResult:
             if hasattr(module, "in_chunks"):  # a sum over chunks has the type of the whole
                 setattr(module, "in_chunks", lambda function, rows, whole, tokens: function(*rows, *whole))  # noqa: B010
         for method in ("forward", "evaluated") if program.evaluates_apart else ("forward",):
-            received: list[Kinds] = []
-            for stage in program.stages:
-                received = _Stage(program, package, stage, axes, result, method).check(received)
+            for length in listed_lengths(program.seq) or (0,):
+                at, received = program.at(length) if length else program, list[Kinds]()
+                for stage in at.stages:
+                    received = _Stage(at, package, stage, axes, result, method).check(received)
         if program.mode == "train":
             result.problems += check_recomputed(program, package)
     return result

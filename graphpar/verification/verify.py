@@ -29,7 +29,7 @@ from graphpar.parts import Parts
 from graphpar.runtime.debugging.fp64 import WIDER
 from graphpar.runtime.launching.worker import run_jobs
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.option_kinds import COMPILED, GENERATE, TRAIN
+from graphpar.runtime.option_kinds import COMPILED, GENERATE, TRAIN, ends_of, listed_lengths
 from graphpar.runtime.stages.lengths import dims_of
 from graphpar.runtime.stages.modules import check_files, emitted_package
 from graphpar.runtime.state.optimizers import factory
@@ -86,7 +86,9 @@ def verify_parts(
         run = reference.reference(load_manifest(folder), Plan.load(folder))
         (result,) = verify_all([parts], len(reference.losses), references=[run], **options)
     else:
-        (result,) = verify_all([parts], STEPS if steps is None else steps, forward=reference, **options)
+        manifest = load_manifest(parts.folder if isinstance(parts, Parts) else Path(parts))
+        usual = max(STEPS, len(_tried(manifest)) - 1)
+        (result,) = verify_all([parts], usual if steps is None else steps, forward=reference, **options)
     return result
 
 
@@ -175,15 +177,24 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
 
 
 def _lengths(manifest: Manifest, count: int) -> list[int]:
-    """Return the lengths of so many batches, where they vary: the longest, the shortest, one between, and again."""
+    """Return the lengths of so many batches, where they vary."""
+    tried = _tried(manifest)
+    return [tried[place % len(tried)] for place in range(count)] if tried else []
+
+
+def _tried(manifest: Manifest) -> list[int]:
+    """Return the lengths that are tried: the longest, the shortest, and one between; of a list each, and one that is padded, where that is
+    possible."""
     if manifest.seq is None:
         return []
-    least, most = manifest.seq
+    least, most = ends_of(manifest.seq)
+    if listed := listed_lengths(manifest.seq):
+        padded = [length - 1 for length in listed if length > 3 and length - 1 not in listed]
+        return [*listed[::-1], *(padded[-1:] if manifest.unpadded is None else [])]
     multiple = 1 if manifest.unpadded is None else manifest.multiple
     between = (least + most) // 2
     between += between % 2 == most % 2 and between + 1 < most  # else all lengths may be even, or all odd
-    found = [most, -(-least // multiple) * multiple, between // multiple * multiple or most]
-    return [found[place % len(found)] for place in range(count)]
+    return [most, -(-least // multiple) * multiple, between // multiple * multiple or most]
 
 
 def _evaluates(manifest: Manifest) -> bool:

@@ -47,15 +47,60 @@ class NanoGPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=IGNORED)
 
 
+class ChunkBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.size(1)
+        if t <= 16:
+            return super().forward(x)
+        return super().forward(x.unflatten(1, (4, t // 4)).flatten(0, 1)).unflatten(0, (-1, 4)).flatten(1, 2)
+
+
+class InChunks(NanoGPT):
+    """Attends in chunks where the sequence is long, with a table that depends on its length: another program at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ChunkBlock() for _ in range(2))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        t = idx.size(1)
+        table = torch.tensor([[math.sin((1 + i) * (1 + j) / t) for j in range(WIDTH)] for i in range(t)])
+        x = self.wte(idx) + self.wpe(torch.arange(0, t, dtype=torch.long, device=idx.device)) + table
+        if t > 8:
+            x = x + x.unflatten(1, (4, t // 4)).cumsum(2).flatten(1, 2) / t
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=IGNORED)
+
+
 def batch_of(number: int, length: int, rows: int = ROWS) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
     idx, targets = (torch.randint(WORDS, (rows, length), generator=generator) for _ in range(2))
     return {"idx": idx, "targets": targets.masked_fill(torch.rand(rows, length, generator=generator) < 0.2, IGNORED)}
 
 
-def exported() -> gp.Program:
-    batch = batch_of(0, 20)
-    return gp.export(NanoGPT(), (batch["idx"], batch["targets"]), seq=f"{LEAST}..{MOST}", evaluates=True)
+@dataclass(frozen=True)
+class Subject:
+    """A model, what it is compiled for, and the lengths of the batches that it is tried with: of steps, an evaluation, and one too many."""
+
+    model: type[NanoGPT] = NanoGPT
+    seq: str = f"{LEAST}..{MOST}"
+    lengths: tuple[int, ...] = LENGTHS
+    evaluated: int = 13
+    refused: str = f"33 positions; the program takes {LEAST} to {MOST}"
+    several: tuple[tuple[int, int], tuple[int, int]] = ((9, 14), (6, 13))  # of one step: of replicas, of batches
+
+    def exported(self) -> gp.Program:
+        batch = batch_of(0, 20)
+        return gp.export(self.model(), (batch["idx"], batch["targets"]), seq=self.seq, evaluates=True)
+
+
+RANGE = Subject()
+APART = Subject(
+    InChunks, "8,16,32", (32, 8, 16, 8, 32), 16, "33 positions; the program takes 8 to 32", ((8, 16), (32, 8))
+)
+PADDED = Subject(seq="8,20,32", lengths=(32, 5, 17, 20, 11), refused="33 positions; the program takes 2 to 32")
 
 
 @dataclass(frozen=True)
@@ -67,9 +112,9 @@ class Case:
     compile: str | bool = False
 
 
-def eager(steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], NanoGPT]:
+def eager(subject: Subject, steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], NanoGPT]:
     """Train on one device; a step's mean is that over the labels of all of its batches."""
-    model = NanoGPT()
+    model = subject.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     losses = []
     for batches in steps:
@@ -83,16 +128,17 @@ def eager(steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], NanoGPT]:
     return losses, model
 
 
-def check(pool: RankPool, cases: list[Case], root: Path) -> None:
-    program = exported()
+def check(pool: RankPool, cases: list[Case], root: Path, subject: Subject = RANGE) -> None:
+    program = subject.exported()
     jobs: dict[int, list[dict[str, Any]]] = {}
-    steps = {False: [[batch_of(n, length)] for n, length in enumerate(LENGTHS)]}
+    steps = {False: [[batch_of(n, length)] for n, length in enumerate(subject.lengths)]}
+    of_replicas, of_batches = subject.several
     steps[True] = [
         *steps[False][:2],
-        [batch_of(7, 9, ROWS // 2), batch_of(8, 14, ROWS // 2)],
-        [batch_of(9, 6), batch_of(9, 13)],
+        [batch_of(7 + n, length, ROWS // 2) for n, length in enumerate(of_replicas)],
+        [batch_of(9, length) for length in of_batches],
     ]
-    evaluated = batch_of(20, 13)
+    evaluated = batch_of(20, subject.evaluated)
     save_file(evaluated, root / "evaluated")
     save_file(batch_of(0, MOST + 1), root / "long")
 
@@ -114,7 +160,7 @@ def check(pool: RankPool, cases: list[Case], root: Path) -> None:
         assert json.loads(parts.files["plan.json"])["interface"].get("multiple", 1) == case.multiple
         folder = parts.save(root / f"program_{number}")
         save_file(
-            {name: v.clone() for name, v in NanoGPT().state_dict().items() if name != "head.weight"},
+            {name: v.clone() for name, v in subject.model().state_dict().items() if name != "head.weight"},
             folder / "initial.safetensors",
         )
         job = {
@@ -128,12 +174,12 @@ def check(pool: RankPool, cases: list[Case], root: Path) -> None:
     for devices, listed in jobs.items():
         (root / f"jobs_{devices}.json").write_text(json.dumps(listed))
         pool.torchrun(Path(script.__file__), [str(root / f"jobs_{devices}.json")], nproc=devices, timeout_s=600)
-    expected = {several: eager(found) for several, found in steps.items()}
+    expected = {several: eager(subject, found) for several, found in steps.items()}
     for case, folder in zip(cases, folders):
         losses, model = expected[case.several]
         found = json.loads((folder / "trained.json").read_text())
         assert found["losses"] == pytest.approx(losses, rel=2e-5), case
-        assert f"33 positions; the program takes {LEAST} to {MOST}" in found["refused"], found["refused"]
+        assert subject.refused in found["refused"], found["refused"]
         parameters = load_file(folder / "trained.safetensors")
         for name, parameter in model.named_parameters():
             assert float((parameters[name] - parameter).abs().max() / parameter.abs().max()) < 2e-5, (case, name)
@@ -153,6 +199,67 @@ def test_five_lengths_in_one_run(pool: RankPool, tmp_path: Path) -> None:
         Case({"tp": 2}, {"sp": False, "loss_chunk": 16, "recompute": "full"}),
     ]
     check(pool, cases, tmp_path)
+
+
+@pytest.mark.costly
+def test_lists_of_lengths(pool: RankPool, tmp_path: Path) -> None:
+    cases = [
+        Case({"pp": 2}, {"microbatch_size": 2}),
+        Case({"tp": 2}, {"recompute": "full"}),
+        Case({"dp_shard": 2}, {"zero": 3}, several=True),
+        Case({"dp_replicate": 2}, {"compile": True}, several=True, compile="aot_eager"),
+    ]
+    check(pool, cases, tmp_path, APART)
+    (tmp_path / "padded").mkdir()
+    check(pool, [Case({"tp": 2}, {"sp": True}, multiple=2)], tmp_path / "padded", PADDED)
+
+
+@pytest.mark.slow
+def test_lists_on_more_meshes(pool: RankPool, tmp_path: Path) -> None:
+    zbv = {"schedule": "ZBVZeroBubble", "split": ["layers.0", "layers.1", "norm"], "microbatch_size": 2}
+    cases = [
+        Case({"pp": 2}, zbv),
+        Case({"cp": 2}, {}),
+        Case({"dp_shard": 2, "tp": 2}, {"zero": 3}, several=True),
+        Case({"dp_shard": 2}, {"zero": 1, "recompute": "selective"}, several=True),
+    ]
+    check(pool, cases, tmp_path, APART)
+
+
+def test_a_list_is_checked_at_each_length(tmp_path: Path) -> None:
+    program = APART.exported()
+    parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+    assert gp.check(parts).ok
+    folder = parts.save(tmp_path / "program")
+    blocks = folder / "blocks.py"
+    text = blocks.read_text()
+    place = text.index("def at_8(")
+    assert "sum_invariant(" in text[place:] or "all_reduce" in text[place:], text
+    at = text.index("all_reduce(", place)
+    blocks.write_text(text[:at] + "(lambda x, axis: x)(" + text[at + len("all_reduce(") :])
+    assert not gp.check(folder).ok
+
+
+class ReadsMore(NanoGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(idx)
+        logits = self.head(self.far(x) if idx.size(1) > 16 else x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def test_what_a_list_can_not_have_is_refused() -> None:
+    program = Subject(ReadsMore, "8,32").exported()
+    with pytest.raises(gp.GraphparError, match=r"other parameters or buffers are read.*far"):
+        gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+    with pytest.raises(gp.GraphparError, match="list the lengths, as in seq 128,512"):
+        program = Subject(InChunks).exported()
+        gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+    with pytest.raises(gp.GraphparError, match="at least two lengths"):
+        gp.export(NanoGPT(), seq="20")
 
 
 @pytest.mark.slow

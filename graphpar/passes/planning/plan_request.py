@@ -38,7 +38,7 @@ from graphpar.passes.planning.recomputation import least_first, of_the_model
 from graphpar.passes.planning.search import Planner
 from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import AUTO, GENERATE, whole_number
+from graphpar.runtime.option_kinds import AUTO, GENERATE, Seq, seq_text, whole_number
 from graphpar.runtime.options import Decisions, check_decisions, checked, numbered
 from graphpar.runtime.schedule_records import SCHEDULES, canonical_name
 from graphpar.runtime.stages.compiled import obstacle
@@ -160,13 +160,13 @@ def _precision(program: Program, pins: PlanConstraints) -> Precision:
     return exported
 
 
-def _lengths(program: Program, requested: tuple[int, int] | None) -> tuple[int, int] | None:
+def _lengths(program: Program, requested: Seq | None) -> Seq | None:
     """Return the lengths that the program was exported for, which must be those that are asked for, if any."""
-    exported = None if program.lengths is None else program.lengths.ends
-    if requested not in (None, exported):
-        shown = "one length" if exported is None else "..".join(map(str, exported))
+    exported = None if program.lengths is None else program.lengths.seq
+    if requested is not None and requested != exported:
+        shown = "one length" if exported is None else seq_text(exported)
         raise GraphparError(
-            f"seq is {requested[0]}..{requested[1]}, but the program was exported for {shown}; leave it out, or export again."
+            f"seq is {seq_text(requested)}, but the program was exported for {shown}; leave it out, or export again."
         )
     return exported
 

@@ -140,7 +140,7 @@ def check_model(program: Program, plan: Plan) -> None:
         raise GraphparError(
             f"The plan is for {plan.precision.text}, but the program was exported in {precision.text}; export it as the plan says."
         )
-    if plan.seq != (exported := None if program.lengths is None else program.lengths.ends):
+    if plan.seq != (exported := None if program.lengths is None else program.lengths.seq):
         raise GraphparError(
             f"The plan is for seq={plan.seq}, but the program was exported for {exported}; export it as the plan says."
         )

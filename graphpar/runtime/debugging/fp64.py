@@ -5,7 +5,7 @@
         pipeline.step(batch)                rows / 2 (of integers)                ──►  float64, the default dtype
 
 Every call of torch that names a floating dtype, or takes a tensor of one, gets float64 instead. So the program's text
-runs unchanged, with its casts.
+runs unchanged, with its casts. Tensors of Python's numbers are rounded first, as the trace has them: torch.tensor([0.1]) is 0.1 in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WIDER = {
     torch.complex64: torch.complex128,
 }
 _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -46,7 +47,7 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
         """A region of ``torch.utils.checkpoint``, which the backward runs again outside of every function mode."""
 
         def doubled_again(*args: Any, **kwargs: Any) -> Any:
-            with _InDouble(shown):
+            with _InDouble(shown, before):
                 return function(*args, **kwargs)
 
         return region(doubled_again, *args, **kwargs)
@@ -54,7 +55,7 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     setattr(torch.utils.checkpoint, CHECKPOINTS, again)
     try:
-        with _InDouble(shown):
+        with _InDouble(shown, before):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -76,9 +77,9 @@ def doubled(value: Any) -> Any:
 
 
 class _InDouble(TorchFunctionMode):
-    def __init__(self, shown: torch.dtype | None) -> None:
+    def __init__(self, shown: torch.dtype | None, usual: torch.dtype) -> None:
         super().__init__()
-        self.shown = shown
+        self.shown, self.usual = shown, usual
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -89,6 +90,12 @@ class _InDouble(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _CASTS:
             return args[0].double()
+        if func in _OF_NUMBERS:
+            torch.set_default_dtype(self.usual)
+            try:
+                return doubled(func(*args, **(kwargs or {})))
+            finally:
+                torch.set_default_dtype(torch.float64)
         written = args[:1] if name.endswith("_") and not name.endswith("__") else ()  # a copy would not be written
         rest, named = tree_map(doubled, (args[len(written) :], kwargs or {}))
         if name.strip("_") == "grouped_mm" and rest[0].ndim == 2 and rest[1].ndim == 3:

@@ -191,7 +191,7 @@ def _other_length(program: Manifest, spec: InputInterface, value: Tensor) -> str
     return (
         f": a program has one size of each dim except the batch, and was traced with {expected} along dim {dim}, not {found}; {padding}"
         "compile the model with example inputs of that size into another folder, which reads the same checkpoints; or for a range of "
-        "lengths of its sequence (--seq A..B)"
+        "lengths of its sequence (--seq A..B, or A,B,C)"
     )
 
 

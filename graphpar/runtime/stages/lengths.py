@@ -1,4 +1,4 @@
-"""Batches of sequences of other lengths, in a program for a range of lengths.
+"""Batches of sequences of other lengths, in a program for a range of lengths or a list.
 
 input_ids [8, 301], labels [8, 301]  ──fitted, multiples of 4──►  [8, 304], [8, 304], and the program of 304 positions
 
@@ -20,6 +20,7 @@ from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import InputInterface, Manifest
+from graphpar.runtime.option_kinds import ends_of, listed_lengths, seq_text
 
 Batch = Mapping[str, Tensor]
 
@@ -52,7 +53,7 @@ class Lengths:
             lengths = self._agreed(lengths, error, alike)
         elif error is not None:
             raise error
-        return [self._fitted(batch, length or self._program.seq[1]) for batch, length in zip(batches, lengths)]
+        return [self._fitted(batch, length or ends_of(self._program.seq)[1]) for batch, length in zip(batches, lengths)]
 
     def _agreed(self, lengths: list[int], error: RuntimeProgramError | None, alike: bool) -> list[int]:
         """Take the lengths of the ranks of this replica that know them."""
@@ -79,7 +80,7 @@ class Lengths:
 
     def _fitted(self, batch: Batch, length: int) -> tuple[Manifest, Batch]:
         assert self._program.seq is not None
-        more = -length % self._program.multiple
+        more = _taken(self._program, length) - length
         program = self._at(length + more)
         if not more:
             return program, batch
@@ -91,6 +92,13 @@ class Lengths:
         return replace(program, padding=more), padded
 
 
+def _taken(program: Manifest, length: int) -> int:
+    """Return the least length, from this one on, that the stages take."""
+    assert program.seq is not None
+    listed = listed_lengths(program.seq)
+    return next((each for each in listed if each >= length), length + -length % program.multiple)
+
+
 def length_of(program: Manifest, batch: Batch) -> int:
     """Return the length of a batch's sequences; 0 where it has none of the inputs that say.
 
@@ -98,7 +106,9 @@ def length_of(program: Manifest, batch: Batch) -> int:
         RuntimeProgramError: inputs have different lengths, or one that the program does not take.
     """
     assert program.seq is not None
-    least, most = program.seq
+    listed, (least, most) = listed_lengths(program.seq), ends_of(program.seq)
+    if listed and program.unpadded is None:
+        least = 2
     found: dict[str, int] = {}
     for spec in program.inputs:
         value = batch.get(spec.name)
@@ -115,13 +125,17 @@ def length_of(program: Manifest, batch: Batch) -> int:
     name, length = next(iter(found.items()))
     if not least <= length <= most:
         raise RuntimeProgramError(
-            f"the input {name} has {length} positions; the program takes {least} to {most} (--seq {least}..{most}): compile it for a range "
-            "that has this length"
+            f"the input {name} has {length} positions; the program takes {least} to {most} (--seq {seq_text(program.seq)}): compile it for "
+            f"a {'list' if listed else 'range'} that has this length"
         )
-    if length % program.multiple and program.unpadded is not None:
+    if _taken(program, length) != length and program.unpadded is not None:
+        only = (
+            f"the program takes {' or '.join(map(str, listed))}"
+            if listed
+            else f"on this mesh they are multiples of {program.multiple}"
+        )
         raise RuntimeProgramError(
-            f"the input {name} has {length} positions; on this mesh they are multiples of {program.multiple}, and padding to one would "
-            f"change results: {program.unpadded}"
+            f"the input {name} has {length} positions; {only}, and padding to one would change results: {program.unpadded}"
         )
     return length
 
