@@ -128,7 +128,7 @@ def test_outputs_of_several_rows_in_one_dim_are_offered_where_nothing_is_padded(
 
 
 def test_ranges_that_can_not_be() -> None:
-    with pytest.raises(gp.GraphparError, match=r"seq is '24'; it must be the shortest and the longest length"):
+    with pytest.raises(gp.GraphparError, match=r"seq is '24'; it must be a range of lengths"):
         partitioned(seq="24")
     with pytest.raises(gp.GraphparError, match="a range begins at 2 or more and ends above that"):
         partitioned(seq="9..9")
