@@ -17,7 +17,6 @@ from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.contractions import ONE, matrices
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
-from graphpar.runtime.option_kinds import WHOLE
 
 
 def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomputation]) -> Work:
@@ -38,7 +37,7 @@ def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
         again = [node for node in block.graph.nodes if node.op == "call_function" and node.name not in how.nodes]
         return Work(dict(Counter(row for node in again for row in works.gathers_again(node, block.name))))
     without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
-    work = works.block(block, without, plain=how.kind not in WHOLE)
+    work = works.block(block, without, plain=not how.compiles)
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
 
 

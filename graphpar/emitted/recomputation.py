@@ -73,22 +73,27 @@ def selected(name: str, number: int) -> bool:
 
 
 def listed_in(kept: Mapping[str, Sequence[int]]) -> Keeps:
-    return lambda name, number: number in kept.get(name, ())
+    return functools.partial(_is_listed, kept)
+
+
+def _is_listed(kept: Mapping[str, Sequence[int]], name: str, number: int) -> bool:
+    return number in kept.get(name, ())
 
 
 def checkpointed(
     forward: Callable[..., Any], keeps: Keeps | None = None, block: nn.Module | None = None, writes: Sequence[str] = ()
 ) -> Callable[..., Any]:
     """Return ``forward`` under ``torch.utils.checkpoint``; again it reads and writes copies of the buffers ``writes`` of ``block``."""
-
-    def contexts() -> Contexts:
-        first, again = (nullcontext(), nullcontext()) if keeps is None else _selective_contexts(keeps)
-        if block is None or not writes:
-            return first, again
-        buffers = {name: block.get_buffer(name).clone() for name in writes}
-        return first, _Buffers(block, buffers, again)
-
+    contexts = functools.partial(_contexts, keeps, block, writes)
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _contexts(keeps: Keeps | None, block: nn.Module | None, writes: Sequence[str]) -> Contexts:
+    first, again = (nullcontext(), nullcontext()) if keeps is None else _selective_contexts(keeps)
+    if block is None or not writes:
+        return first, again
+    buffers = {name: block.get_buffer(name).clone() for name in writes}
+    return first, _Buffers(block, buffers, again)
 
 
 def _selective_contexts(keeps: Keeps) -> Contexts:

@@ -28,6 +28,11 @@ class Recomputation:
     writes: tuple[str, ...] = ()
 
     @property
+    def compiles(self) -> bool:
+        """Whether ``torch.compile`` compiles the block with what it runs again."""
+        return self.kind != GATHERS and not (self.keeps is not None and self.writes)
+
+    @property
     def keeps(self) -> Keeps | None:
         """Whether the result of an operator's call is kept; None where none is."""
         if self.kind == "selective":

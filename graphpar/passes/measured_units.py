@@ -36,7 +36,7 @@ from graphpar.passes.parallel_products import with_joined
 from graphpar.passes.split import positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
-from graphpar.runtime.option_kinds import GENERATE, TRAIN, WHOLE
+from graphpar.runtime.option_kinds import GENERATE, TRAIN
 
 _SplitPoints = tuple[tuple[int, SplitAt], ...]
 _Signature = tuple[Hashable, ...]
@@ -200,7 +200,7 @@ class _Measured:
             key = signature, frozenset(again)
             if key not in self.kinds:
                 measure = self.memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
-                plain = {path for path, how in recomputed.items() if how.kind not in WHOLE}
+                plain = {path for path, how in recomputed.items() if not how.compiles}
                 work = self.works.of(noted.graph, again, plain)
                 self.kinds[key] = UnitClass(work, self.sends[number], measure, self._repeated(noted, recomputed))
             shared |= set(stage.recomputed)
@@ -215,7 +215,7 @@ class _Measured:
         found = Repeated(repeated_work(self.works, stage.graph, recomputed))
         for node in stage.graph.nodes:
             how = recomputed.get(str(node.target)) if node.op == "call_module" else None
-            fused = self.how.fused or (self.how.compiled and how is not None and how.kind in WHOLE)
+            fused = self.how.fused or (self.how.compiled and how is not None and how.compiles)
             if how is not None and how.kind != GATHERS and not fused:
                 counts = self.recomputations.dispatched(self.program.block_of(node))
                 found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))

@@ -29,7 +29,7 @@ ZERO1_BY = ("contiguous", "longest", "flat")
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What blocks run again in the backward; besides these, budgets."""
 WHOLE = ("none", "full")
-"""Those that keep no results of single operators: blocks that do can't be compiled, nor what they keep be moved to the host."""
+"""Those that keep no results of single operators: what blocks that do keep can't be moved to the host."""
 AUTO = "auto"
 """The least recomputation with which a plan fits."""
 SHOWN = 4

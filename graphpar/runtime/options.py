@@ -392,7 +392,7 @@ class Decisions:
     )
     compile: bool | None = option(
         EITHER, "torch.compile compiles the blocks of the program, which are priced with fused operators, or not (default: on GPUs, where "
-        "it can)", group="output", about="whether ``torch.compile`` compiles blocks, but those that keep results of single operators. By "
+        "it can)", group="output", about="whether ``torch.compile`` compiles blocks, but those that gather again in the backward. By "
         "default on GPUs, except for generation, packed attention, schedules that split backwards, ``dropout='kernel'`` and offloaded "
         "activations. True is refused with the last three, and leaves such schedules out of the search. Prices are those of fused "
         "operators; memory is counted as without.", beside_plan=True,

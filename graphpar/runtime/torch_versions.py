@@ -25,6 +25,8 @@ is not used, and torch 2.11 gave wrong gradients behind operators of several res
 
 COMPILES_COLLECTIVES = torch.__version__ >= "2.13"
 """Whether ``torch.compile`` keeps all collectives of a graph: torch 2.11 leaves some out, and its numbers are wrong."""
+COMPILES_REPETITIONS = torch.__version__ >= "2.13"
+"""Whether two functions that ``torch.compile`` makes can be told not to share graphs: their guards don't tell what a checkpoint keeps."""
 
 
 CHECKPOINTS = "_checkpoint_without_reentrant_generator" + ("_impl" if torch.__version__ >= "2.14" else "")

@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 from safetensors.torch import save_file
+from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._pytree import tree_map
 
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
+from graphpar.emitted.recomputation import recompute_but
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, initial_weights
 from graphpar.passes.planning.constraints import PlanConstraints
@@ -29,10 +31,11 @@ from graphpar.passes.planning.search import Planner
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.schedule_records import SCHEDULES
-from graphpar.runtime.stages.compiled import backend_of
-from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
+from graphpar.runtime.stages.compiled import backend_of, compile_repetitions
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES, COMPILES_REPETITIONS
 from graphpar.verification.tolerances import PRECISIONS
 from tests.ranks import compiled_script
+from tests.tools.parity import WIDTH, Block
 from tests.tools.programs import LARGE, SMALL, example, example_file
 from tests.tools.rank_pool import RankPool
 from tests.tools.samples import sample
@@ -48,12 +51,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "interleaved": {"mesh": {"pp": 2}, "schedule": "Interleaved1F1B"},
     "recomputed": {"mesh": {"dp_shard": 2}, "recompute": "full"},
     "partly": {"mesh": {"dp_shard": 2}, "recompute": {"**.0": "budget:0.6", "**.1": "full"}},
+    "selective": {"mesh": {"tp": 2}, "sp": True, "recompute": "selective"},
     "cp": {"mesh": {"cp": 2}},
     "ep": {"mesh": {"ep": 2}},
 }
 PAIRS = [
-    *(("gpt_dropout", mesh) for mesh in ("tp", "zero 3", "interleaved", "recomputed")),
-    *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "partly", "1F1B")),
+    *(("gpt_dropout", mesh) for mesh in ("tp", "zero 3", "interleaved", "recomputed", "selective")),
+    *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "partly", "selective", "1F1B")),
     *(("mixtral", mesh) for mesh in ("ep", "tp", "zero 3")),
     *((name, mesh) for name in ("t5", "unet", "resnet", "vit") for mesh in ("tp", "1F1B", "zero 3")),
 ]
@@ -304,3 +308,32 @@ def test_a_search_on_gpus_prices_compiled_plans_beside_schedules_that_split_back
     every = Planner(example("gpt"), pins).space.all
     seen = {(SCHEDULES[each.schedule].splits_backward, each.compile) for each in every}
     assert seen == {(True, False), (False, True)}
+
+
+@pytest.mark.skipif(not COMPILES_REPETITIONS, reason="torch shares graphs of several policies")
+def test_blocks_keep_compiled_what_they_keep_by_themselves() -> None:
+    """Of two policies each in a block of one class, neither of which torch's guards tell from the other."""
+    kept: list[float] = []
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+    for keeps in ({}, {"product": (0, 1, 2, 3, 4, 5), "attention": (0,)}, None):
+        stage = nn.Module()
+        stage.block = Block()
+        if keeps is not None:
+            recompute_but(stage.block, keeps or {"nothing": (0,)})
+            compile_repetitions(stage, "aot_eager", ["block"])
+        else:
+            stage.block.forward = torch.compile(stage.block.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+        own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
+        found: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, found: dict[int, int] = found) -> torch.Tensor:
+            if tensor.is_floating_point():  # no state of a generator
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stage.block(x).sum().backward()
+        kept.append(sum(nbytes for place, nbytes in found.items() if place not in own) / (x.numel() * 4))
+
+    assert kept[0] == 1  # what enters the block
+    assert 7 < kept[1] < kept[2] - 2, kept  # q, k, v, attention and its sums, o, up (2) and what enters

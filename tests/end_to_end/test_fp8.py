@@ -142,7 +142,7 @@ def test_devices_without_units_for_8_bits_are_refused() -> None:
 
 def test_8_bits_are_faster_by_what_others_measured() -> None:
     """torchao's README: Llama-3-8B on 8 H100, 6,150 tokens a second in bf16 and 6,768 with scales of rows: 10 % more, there with
-    recomputation of single operators, which graphpar's compiled blocks have not."""
+    recomputation of single operators, where fewer products are most of a step."""
     file = example_file("llama3_8b")
     seconds = []
     for options in ({}, {"fp8": PATTERN}):

@@ -7,6 +7,7 @@ both, how many graphs there are after each step, and how many kinds of blocks. T
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.distributed import Ranks
@@ -44,7 +46,9 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
     with Pipeline(program, ranks.device, compile=compile) as pipeline:
         pipeline.load_weights(program.parent / "weights.safetensors")
         batch = load_file(program.parent / "batch.safetensors")
-        kinds = {type(block) for stage in pipeline.stages for block in blocks(stage, pipeline.package)}
+        kinds = {
+            (type(block), _repetition(block)) for stage in pipeline.stages for block in blocks(stage, pipeline.package)
+        }
         found.kinds = len(kinds) or len(pipeline.stages)
         optimizer = torch.optim.SGD(pipeline.named_parameters(), lr=0.1)
         for step in range(STEPS):
@@ -62,6 +66,12 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
         state = pipeline.state_dict().items()
         found.parameters = {name: local(value).detach().clone() for name, value in state}
     return found
+
+
+def _repetition(block: nn.Module) -> Any:
+    """What a block is compiled with that keeps results of single operators, which others of its class may keep not, or others."""
+    repeated = isinstance(block.forward, functools.partial) and block.forward.func is not checkpoint
+    return block.forward.func if repeated else None  # type: ignore[attr-defined]
 
 
 def _hook(stage: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
     block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
 
+    checkpoint(block.forward) ──torch.compile──► the same, keeping the same results: of blocks that keep those of single operators
+
 A block is compiled whole, with the collectives in it, and once for all its instances. Where torch can't follow it, as into a user's own
 operator without a fake kernel, it is refused: parts of a block between which Python runs gain little, and nobody would see why.
 
@@ -12,6 +14,7 @@ operator without a fake kernel, it is refused: parts of a block between which Py
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -24,13 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.option_kinds import COMPILED, GENERATE
 from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.runtime.stages.dropout import KERNEL
-from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES, COMPILES_REPETITIONS
 
 
 def backend_of(program: Manifest, compile: bool | str | None, device: torch.device) -> str | None:
@@ -119,7 +123,7 @@ def _unable(program: Manifest, backend: str, device: torch.device) -> str | None
 def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collection[str] = ()) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them.
 
-    Blocks ``partly``, which keep results of single operators and compute others again, are left as they are: compiled, they have none.
+    Blocks ``partly``, which keep results of single operators and compute others again, are left to :func:`compile_repetitions`.
 
     A head that computes its loss in chunks is left as it is: these run their gradients in the forward, which torch can't trace.
     """
@@ -134,25 +138,57 @@ def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collect
             module.forward = _whole(module, backend)  # type: ignore[method-assign]
 
 
+def compile_repetitions(stage: nn.Module, backend: str, partly: Collection[str]) -> None:
+    """Compile blocks with what they run again, once the emitted ``recompute_units`` has said what: the compiler keeps the same results.
+    Blocks of a class that keep the same are one graph.
+
+    Left as they are: blocks that gather again, and those that write buffers, which run on copies again.
+    """
+    made: dict[Any, Callable[..., Any]] = {}
+    for path in partly if COMPILES_REPETITIONS else ():
+        module = stage.get_submodule(path)
+        contexts: Any = getattr(module.forward, "keywords", {}).get("context_fn")
+        keeps, _, writes = getattr(contexts, "args", None) or (None, None, ())
+        if keeps is not None and not writes:
+            key = type(module), getattr(keeps, "func", keeps), repr(getattr(keeps, "args", ()))
+            if key not in made:
+                made[key] = _repeating(type(module), functools.partial(contexts.func, keeps, None, ()), backend)
+            module.forward = functools.partial(made[key], module)  # type: ignore[method-assign]
+
+
+def _repeating(kind: type[nn.Module], contexts: Callable[[], Any], backend: str) -> Callable[..., Any]:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            kind.forward, module, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+        )
+
+    compiles: Any = torch.compile  # whose types don't know the option
+    return _said(compiles(run, fullgraph=True, backend=backend, isolate_recompiles=True), kind)
+
+
 def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     """Compile the forward of ``module`` as one graph; it is compiled when it is first called.
 
     Raises:
         RuntimeProgramError: (the function that is returned) it can't be.
     """
-    compiled = torch.compile(module.forward, fullgraph=True, backend=backend)
+    return _said(torch.compile(module.forward, fullgraph=True, backend=backend), type(module))
+
+
+def _said(compiled: Callable[..., Any], kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return ``compiled``, whose errors are sentences."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as error:
             raise RuntimeProgramError(
-                f"torch.compile can't compile {type(module).__name__} as one graph; run with --no-compile, or change the code that it "
+                f"torch.compile can't compile {kind.__name__} as one graph; run with --no-compile, or change the code that it "
                 f"can't trace (a custom operator needs torch.library.register_fake): {error}"
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeProgramError(
-                f"torch.compile failed on {type(module).__name__}; run with --no-compile: {error}"
+                f"torch.compile failed on {kind.__name__}; run with --no-compile: {error}"
             ) from error
 
     return forward

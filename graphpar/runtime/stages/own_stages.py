@@ -16,7 +16,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.stages.batches import Feed
 from graphpar.runtime.stages.cast_once import CastOnce
-from graphpar.runtime.stages.compiled import blocks, compile_blocks
+from graphpar.runtime.stages.compiled import blocks, compile_blocks, compile_repetitions
 from graphpar.runtime.stages.dropout import draw_in_one_kernel
 from graphpar.runtime.stages.modules import (
     StageAdapter,
@@ -84,6 +84,8 @@ class OwnStages:
         casts = CastOnce(stage, list(blocks(stage, package)), program.casts if self._backend is None else {})
         if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
             self._function(interface, "recompute_units")(stage)
+            if self._backend is not None:
+                compile_repetitions(stage, self._backend, interface.partly)
         if self._activations is not None:
             self._activations.add(stage, list(blocks(stage, package)), casts)
         if program.fully_sharded:
