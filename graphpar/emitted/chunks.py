@@ -2,8 +2,8 @@
 
     loss = in_chunks(head_loss, [hidden, labels], [weight, valid_labels], tokens=1024)
 
-``head_loss`` gives a sum over tokens. The gradients of a chunk are computed right after its forward, while its logits are there: no
-product runs twice, and the backward only multiplies what was found by the gradient of the loss.
+``head_loss`` gives a sum over tokens. The gradients of a chunk are computed right after its forward, while its logits
+are there: no product runs twice, and the backward only multiplies what was found by the gradient of the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 
 def in_chunks(function: Callable[..., Tensor], rows: Sequence[Tensor], whole: Sequence[Tensor], tokens: int) -> Tensor:
-    """``function(*rows, *whole)`` as a sum over chunks of so many ``tokens``: rows [n, ...] are divided, the others are not. -> []"""
+    """``function(*rows, *whole)`` as a sum over chunks of so many ``tokens``: rows [n, ...] are divided, the others are
+    not. -> []"""
     if torch.is_grad_enabled():
         result: Tensor = _InChunks.apply(function, tokens, len(rows), *rows, *whole)
         return result

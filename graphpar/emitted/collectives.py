@@ -34,8 +34,8 @@ watchers: list[Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], None]] = [
 """Called with the shard and the result of each all-gather, and the function between them."""
 
 counters: list[Callable[[str, Tensor], None]] = []
-"""Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or where rows are
-sent, of this rank's, from all ranks."""
+"""Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or
+where rows are sent, of this rank's, from all ranks."""
 
 
 _round_apart = False
@@ -204,10 +204,11 @@ def sync_batch_norm(
     eps: float,
     channels: str = "",
 ) -> Tensor:
-    """x S(0), weight, bias R -> S(0): ``F.batch_norm`` with the statistics of the rows of all ranks. [n, c, ...] -> [n, c, ...]
+    """x S(0), weight, bias R -> S(0): ``F.batch_norm`` with the statistics of the rows of all ranks. [n, c, ...]
+    -> [n, c, ...]
 
-    The running statistics [c] are written alike on all ranks. Computed in float32 at least. ``channels``: x, weight and bias have
-    this rank's channels of those of an axis; the running statistics are those of all.
+    The running statistics [c] are written alike on all ranks. Computed in float32 at least. ``channels``: x, weight and
+    bias have this rank's channels of those of an axis; the running statistics are those of all.
     """
     if not training and running_mean is not None and running_var is not None:
         if channels:
@@ -308,15 +309,18 @@ def own_offsets(offs: Tensor, axis: str) -> Tensor:
 
 
 def own_group(x: Tensor, axis: str, dim: int) -> Tensor:
-    """The one of fewer groups than ranks that this rank's heads belong to; backward pads with zeros. [.., n, ..] -> [.., 1, ..]"""
+    """The one of fewer groups than ranks that this rank's heads belong to; backward pads with zeros. [.., n, ..]
+    -> [.., 1, ..]"""
     return x.narrow(dim, rank(axis) * x.size(dim) // size(axis), 1)
 
 
 class Exchange(NamedTuple):
-    """How rows travel between the ranks of an axis, each of which has rows of its own, sorted by expert, and other experts.
+    """How rows travel between the ranks of an axis, each of which has rows of its own, sorted by expert, and other
+    experts.
 
-    ``sent`` and ``received``: the number of rows to and from each rank. ``order`` [received]: sorts what came by expert; rows of one
-    expert stay in the order of their ranks. ``ends`` [experts / k]: where the rows of each of this rank's experts end then.
+    ``sent`` and ``received``: the number of rows to and from each rank. ``order`` [received]: sorts what came by
+    expert; rows of one expert stay in the order of their ranks. ``ends`` [experts / k]: where the rows of each of this
+    rank's experts end then.
     """
 
     sent: list[int]
@@ -326,7 +330,8 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(offs: Tensor, axis: str) -> Exchange:
-    """Tell the ranks how many rows each expert gets from each; ``offs`` [experts]: where the rows of each expert end on this rank.
+    """Tell the ranks how many rows each expert gets from each; ``offs`` [experts]: where the rows of each expert end on
+    this rank.
 
     Waits for the device, so it is called once for all tensors with these rows.
     """
@@ -344,12 +349,14 @@ def exchange_of(offs: Tensor, axis: str) -> Exchange:
 
 
 def send_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    """S -> E: each row goes to the rank of its expert, by all-to-all; backward brings gradients back. [own, ...] -> [received, ...]"""
+    """S -> E: each row goes to the rank of its expert, by all-to-all; backward brings gradients back. [own, ...]
+    -> [received, ...]"""
     return _apply(x, lambda x: _sent(x, axis, exchange), lambda g: _returned(g, axis, exchange))
 
 
 def return_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    """E -> S: each row goes back to where it came from, by all-to-all; backward sends gradients. [received, ...] -> [own, ...]"""
+    """E -> S: each row goes back to where it came from, by all-to-all; backward sends gradients. [received, ...]
+    -> [own, ...]"""
     return _apply(x, lambda x: _returned(x, axis, exchange), lambda g: _sent(g, axis, exchange))
 
 

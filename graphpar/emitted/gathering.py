@@ -2,8 +2,8 @@
 
     gather_again(block)     of what ``all_gather`` makes only the argument is kept, where the backward reads the result
 
-The backward gathers once for all that reads the result, as q, k and v do, and frees it after the last of them. Nothing else runs again.
-All ranks run the same backward in the same order, so their collectives meet.
+The backward gathers once for all that reads the result, as q, k and v do, and frees it after the last of them. Nothing
+else runs again. All ranks run the same backward in the same order, so their collectives meet.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ def gather_again(block: nn.Module) -> None:
 def gathered_again(
     forward: Callable[..., Any], kept: Callable[[Tensor], object] = lambda tensor: None
 ) -> Callable[..., Any]:
-    """Return ``forward``, keeping shards instead of what it gathers; ``kept`` is called with each tensor that is kept."""
+    """Return ``forward``, keeping shards instead of what it gathers; ``kept`` is called with each tensor that is
+    kept."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -54,7 +55,8 @@ def gathered_again(
 
 
 class _Gathered:
-    """What was gathered from ``shard`` into ``storage``; the weak reference keeps another from having the same address."""
+    """What was gathered from ``shard`` into ``storage``; the weak reference keeps another from having the same
+    address."""
 
     def __init__(self, shard: Tensor, storage: StorageWeakRef, gather: Callable[[Tensor], Tensor]) -> None:
         self.shard, self.storage, self.gather = shard.detach(), storage, gather

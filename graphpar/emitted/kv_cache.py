@@ -5,8 +5,8 @@
                 each attention, kept    their keys and values are appended
 
 A prompt is a wide window; then each new token is a window of one position. The runtime says with :func:`bind` which
-sequences the next call of a stage is for. Without a cache the window is the whole sequence. Attention that sees no more than
-the last ``sliding_window`` positions keeps no others: position p takes the place of p - ``sliding_window``.
+sequences the next call of a stage is for. Without a cache the window is the whole sequence. Attention that sees no more
+than the last ``sliding_window`` positions keeps no others: position p takes the place of p - ``sliding_window``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class KeyValueCache:
     ) -> tuple[Tensor, Tensor]:
         """Keep the window's keys and values [..., n, e]; return those of all positions that it sees [..., m + n, e].
 
-        They are in order, but for a window of one position that sees ``sliding_window``, of which the order means nothing.
+        They are in order, but for a window of one position that sees ``sliding_window``, of which the order means
+        nothing.
         """
         room = length if sliding_window is None else min(length, sliding_window)
         if self._next == len(self._kept):
@@ -105,7 +106,8 @@ def cached_attention(
 def seen(
     query: Tensor, key: Tensor, value: Tensor, length: int, sliding_window: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """The keys and values that the window's queries see, a mask where they need one, and whether they see what is before them alone."""
+    """The keys and values that the window's queries see, a mask where they need one, and whether they see what is
+    before them alone."""
     first, rows = 0 if _bound is None else _bound.position, query.size(-2)
     if _bound is not None:
         key, value = _bound.append(key, value, length, sliding_window)
@@ -143,7 +145,8 @@ def _capped_attention(
 
 
 def _keep(kept: Tensor, part: Tensor, position: int) -> Tensor:
-    """Write ``part`` [..., n, e] from ``position`` on, around the end of ``kept``; return what it sees, itself included."""
+    """Write ``part`` [..., n, e] from ``position`` on, around the end of ``kept``; return what it sees, itself
+    included."""
     room, rows = kept.size(-2), part.size(-2)
     if position + rows <= room:
         kept.narrow(-2, position, rows).copy_(part)

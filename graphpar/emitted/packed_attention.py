@@ -2,12 +2,14 @@
 
     documents   0 0 0 1 1 2 2 2        a number for each position of a row; equal numbers are one document
 
-Queries of a document that follow each other are a piece; its keys are those of the document up to the last query. On CUDA, in 16 bits,
-torch's kernel for sequences of several lengths takes all pieces at once. Elsewhere pieces of about one length are a batch: a call of
-torch's attention for each power of two, at whose end shorter ones are filled up with what no query sees. Compiled blocks make the mask.
+Queries of a document that follow each other are a piece; its keys are those of the document up to the last query. On
+CUDA, in 16 bits, torch's kernel for sequences of several lengths takes all pieces at once. Elsewhere pieces of about
+one length are a batch: a call of torch's attention for each power of two, at whose end shorter ones are filled up with
+what no query sees. Compiled blocks make the mask.
 
-Where the sequence is sharded over the ranks of an axis, each gathers all keys and values. A rank whose queries see more keys than those of
-others sends some of them away while attention runs: each gets as many queries, which see about as many keys.
+Where the sequence is sharded over the ranks of an axis, each gathers all keys and values. A rank whose queries see more
+keys than those of others sends some of them away while attention runs: each gets as many queries, which see about as
+many keys.
 """
 
 import inspect
@@ -28,7 +30,8 @@ from graphpar.emitted.collectives import Exchange, all_gather, rank, return_rows
 _varlen: Any = varlen.varlen_attn
 _GROUPS = "enable_gqa" in inspect.signature(_varlen).parameters  # torch 2.12 and later
 _known = WeakTensorKeyDictionary()
-"""The :class:`_Pieces` of documents, by these, the axis, the window and how often they were written: layers share them."""
+"""The :class:`_Pieces` of documents, by these, the axis, the window and how often they were written: layers share
+them."""
 _CHUNKS, _EVEN = 8, 1.05
 """Queries are sent in so many chunks of a shard, where one rank has that many times the mean work."""
 
@@ -42,7 +45,8 @@ def packed_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of each query to the keys of its document up to its own, among the last ``window`` of the row.
+    """``F.scaled_dot_product_attention`` of each query to the keys of its document up to its own, among the last
+    ``window`` of the row.
 
     query [b, h, s, e], key [b, g, s, e], value [b, g, s, f], documents [b or 1, s] -> [b, h, s, f]
     """
@@ -59,7 +63,8 @@ def balanced_packed_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """query, key, value S(2) -> S(2): :func:`packed_attention` of the whole row, ``documents`` [b or 1, s] those of all of it."""
+    """query, key, value S(2) -> S(2): :func:`packed_attention` of the whole row, ``documents`` [b or 1, s] those of all
+    of it."""
     if size(axis) > 1:
         key, value = (all_gather(x, axis, 2) for x in (key, value))
     return _attend(query, key, value, documents, axis if size(axis) > 1 else "", window, scale, enable_gqa)
@@ -113,7 +118,8 @@ def _attend(
 
 
 class _Row(NamedTuple):
-    """All pieces in one row: the rows of their queries and keys, where each ends, the longest, and where the result of each query is."""
+    """All pieces in one row: the rows of their queries and keys, where each ends, the longest, and where the result of
+    each query is."""
 
     queries: Tensor
     keys: Tensor
@@ -123,7 +129,8 @@ class _Row(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Pieces of about one length: the rows of their queries [n * q] and keys [n * k]; a mask [n, 1, q, k] where more than causal."""
+    """Pieces of about one length: the rows of their queries [n * q] and keys [n * k]; a mask [n, 1, q, k] where more
+    than causal."""
 
     queries: Tensor
     keys: Tensor
@@ -176,7 +183,8 @@ class _Pieces:
         self._found: dict[type, Any] = {}
 
     def _divided(self, seen: Tensor, axis: str) -> Tensor:
-        """Return the places of the queries that this rank computes, where each sees so many keys. [b, s] -> [b * s / k]"""
+        """Return the places of the queries that this rank computes, where each sees so many keys. [b, s]
+        -> [b * s / k]"""
         (batch, length), count = seen.shape, size(axis)
         own = length // count
         local = torch.arange(batch * own)

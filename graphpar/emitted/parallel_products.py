@@ -1,13 +1,15 @@
-"""Products with the collectives of tensor parallelism before or after them, and in the backward beside the gradients of weights.
+"""Products with the collectives of tensor parallelism before or after them, and in the backward beside the gradients of
+weights.
 
                          forward                         backward
-    gathered_products    all_gather, then products       all_gather again where shards are kept, beside the gradient of the whole;
-                                                         reduce_scatter of that beside the gradients of weights
+    gathered_products    all_gather, then products       all_gather again where shards are kept, beside the gradient
+                                                         of the whole; reduce_scatter of that beside the gradients of
+                                                         weights
     scattered_product    a product, then reduce_scatter  all_gather
     shared_products      products                        all_reduce beside the gradients of weights
 
-Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory: for that a shard
-is copied, and not the whole. Results have the dim where it was, and lie in memory as they were made.
+Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory:
+for that a shard is copied, and not the whole. Results have the dim where it was, and lie in memory as they were made.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def gathered_products(
 ) -> tuple[Tensor, ...]:
     """x S(dim) -> all_gather, then ``F.linear`` by each weight: whole on the axis in ``dim``.
 
-    x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; in memory in order with ``in_order``, which
-    copies the whole of x
+    x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; in memory in order with
+    ``in_order``, which copies the whole of x
     """
     return _entering(x, weights, biases, axis, dim, in_order)
 
@@ -60,7 +62,8 @@ def gathered_product(
 
 
 def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
-    """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d] -> [.., n, .., e]"""
+    """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d]
+    -> [.., n, .., e]"""
     made = _Product.apply(x, weight, dim)  # by itself, so that recomputation can end with it
     scattered = _apply(made, lambda x: _done(_summed(x, axis, 0)), lambda g: _done(_gathered(g.contiguous(), axis, 0)))
     return scattered.movedim(0, dim)
@@ -69,12 +72,14 @@ def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
 def shared_products(
     x: Tensor, weights: Sequence[Tensor], axis: str, biases: Parameters | None = None
 ) -> tuple[Tensor, ...]:
-    """x I -> ``F.linear`` by each weight: R; backward sums the gradients of the ranks. x [.., d], each weight [e, d] -> each [.., e]"""
+    """x I -> ``F.linear`` by each weight: R; backward sums the gradients of the ranks. x [.., d], each weight [e, d]
+    -> each [.., e]"""
     return _entering(x, weights, biases, axis, None, True)
 
 
 def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
-    """x I -> ``F.linear``: R; backward sums the gradients of the ranks. x [.., d], weight [e, d], bias [e] -> [.., e]"""
+    """x I -> ``F.linear``: R; backward sums the gradients of the ranks. x [.., d], weight [e, d], bias [e]
+    -> [.., e]"""
     return shared_products(x, [weight], axis, [bias])[0]
 
 
@@ -100,7 +105,8 @@ def ring_gathered_product(x: Tensor, weight: Tensor, axis: str, dim: int, bias: 
 
 
 def ring_scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
-    """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d] -> [.., n, .., e]"""
+    """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d]
+    -> [.., n, .., e]"""
     if size(axis) == 1:
         return F.linear(x, weight)
     result: Tensor = _RingLeaving.apply(x, weight, axis, dim)
@@ -197,7 +203,8 @@ def _gathered(shard: Tensor, axis: str, dim: int) -> Tensor:
 
 
 def _summed(x: Tensor, axis: str, dim: int | None) -> Tensor:
-    """Begin to sum ``x``, which nothing else reads, over the ranks, and to scatter it in ``dim``; :func:`_done` waits for it."""
+    """Begin to sum ``x``, which nothing else reads, over the ranks, and to scatter it in ``dim``; :func:`_done` waits
+    for it."""
     group, count, _ = _axes[axis]
     if count == 1:
         return x
@@ -243,8 +250,8 @@ class _RingEntering(torch.autograd.Function):
         ring_gathered_products    rank r, step i: multiplies the piece of rank r - i, on its way to rank r + 1
         ring_scattered_product    rank r, step i: makes the piece of rank r - 1 - i, and adds what came to it
 
-    Each is the backward of the other, as its two collectives are. k ranks send k - 1 pieces each way, as many bytes as the collectives
-    send. The gradient of a weight takes whole operands: of these, what was gathered is kept.
+    Each is the backward of the other, as its two collectives are. k ranks send k - 1 pieces each way, as many bytes as
+    the collectives send. The gradient of a weight takes whole operands: of these, what was gathered is kept.
     """
 
     @staticmethod
@@ -316,7 +323,8 @@ def _travelling(x: Tensor, axis: str) -> Iterator[tuple[int, Tensor]]:
 def _summed_round(
     made: Callable[[int], Tensor], axis: str, meanwhile: Callable[[], Sequence[Tensor | None]] = tuple
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the sum over ranks of what each makes for this rank, and what is made ``meanwhile``, before the last piece is waited for.
+    """Return the sum over ranks of what each makes for this rank, and what is made ``meanwhile``, before the last piece
+    is waited for.
 
     The sum for a rank travels round to it, and each rank adds what it made while the sum was on its way.
     """
@@ -330,7 +338,8 @@ def _summed_round(
 
 
 def _passed_on(x: Tensor, axis: str) -> Tensor:
-    """Begin to send a tensor to the next rank, and to receive one as large from the one before; :func:`_done` waits for it."""
+    """Begin to send a tensor to the next rank, and to receive one as large from the one before; :func:`_done` waits for
+    it."""
     count, own = size(axis), rank(axis)
     to, of = [0] * count, [0] * count
     to[(own + 1) % count] = of[(own - 1) % count] = x.numel()

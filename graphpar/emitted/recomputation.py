@@ -1,12 +1,12 @@
 """Recomputation: a block keeps what enters it, and in the backward runs its forward again to have the rest.
 
-    recompute(block)                            keeps nothing else: its collectives run again, too
-    recompute_selectively(block)                keeps the results of KEPT, and of every second product; edit this list
-    recompute_but(block, {"product": (0, 3)})   keeps the results of these calls of operators, in the order of the forward
+    recompute(block)                           keeps nothing else: its collectives run again, too
+    recompute_selectively(block)               keeps the results of KEPT, and of every second product; edit this list
+    recompute_but(block, {"product": (0, 3)})  keeps the results of these calls of operators, counted in the forward
 
 The engine is ``torch.utils.checkpoint``, without reentrance. Nothing here depends on torch's random generators: dropout
-draws from keys that enter the block. Buffers that are written (statistics of BatchNorm) are copied before a block runs; the
-forward that runs again reads and writes the copies.
+draws from keys that enter the block. Buffers that are written (statistics of BatchNorm) are copied before a block runs;
+the forward that runs again reads and writes the copies.
 """
 
 import functools
@@ -39,7 +39,8 @@ NAMES = {
     _collectives.all_gather_into_tensor: "all_gather",
     _collectives.all_to_all_single: "all_to_all",
 }
-"""Operators that are counted under one name; the others have torch's, and copies from a device to the host ``to_host``."""
+"""Operators that are counted under one name; the others have torch's, and copies from a device to the host
+``to_host``."""
 KEPT = {
     "attention",
     "torch_attn._varlen_attn",
@@ -54,7 +55,8 @@ KEPT = {
 
 
 def recompute(block: nn.Module, writes: Sequence[str] = ()) -> None:
-    """Make ``block`` keep only what enters it, and ``writes``, buffers that are written, as they were in the forward."""
+    """Make ``block`` keep only what enters it, and ``writes``, buffers that are written, as they were in the
+    forward."""
     block.forward = checkpointed(block.forward, None, block, writes)
 
 
@@ -83,7 +85,8 @@ def _is_listed(kept: Mapping[str, Sequence[int]], name: str, number: int) -> boo
 def checkpointed(
     forward: Callable[..., Any], keeps: Keeps | None = None, block: nn.Module | None = None, writes: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Return ``forward`` under ``torch.utils.checkpoint``; again it reads and writes copies of the buffers ``writes`` of ``block``."""
+    """Return ``forward`` under ``torch.utils.checkpoint``; again it reads and writes copies of the buffers ``writes``
+    of ``block``."""
     contexts = functools.partial(_contexts, keeps, block, writes)
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -119,7 +122,8 @@ def name_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
 
 
 class _Buffers:
-    """A context in which copies of ``values`` are in the place of the buffers of ``block``; ``inner`` is entered inside of it."""
+    """A context in which copies of ``values`` are in the place of the buffers of ``block``; ``inner`` is entered inside
+    of it."""
 
     def __init__(self, block: nn.Module, values: Mapping[str, Tensor], inner: AbstractContextManager[Any]) -> None:
         self.block, self.values, self.inner = block, values, inner

@@ -2,12 +2,12 @@
 
     rank r, step i:   its queries x the keys and values of rank r - i, while these are on their way to rank r + 1
     forward           the parts are merged by their logsumexp
-    backward          the same again; gradients of keys and values travel behind them, and end at the rank that they belong to
+    backward          the same again; gradients of keys and values travel behind them, and end at their own rank
 
-Each rank saves its queries, keys, values, result and logsumexp, nothing of other ranks. With ``is_causal`` contiguous shards would
-give the last rank the most work. So while attention runs, rank r of k has chunks r and 2k - 1 - r of the 2k halves of all shards: one
-all-to-all brings them, another takes the result back. Then each rank has the same work in each step, and what the mask hides is
-never computed.
+Each rank saves its queries, keys, values, result and logsumexp, nothing of other ranks. With ``is_causal`` contiguous
+shards would give the last rank the most work. So while attention runs, rank r of k has chunks r and 2k - 1 - r of the
+2k halves of all shards: one all-to-all brings them, another takes the result back. Then each rank has the same work in
+each step, and what the mask hides is never computed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def ring_attention(
 ) -> Tensor:
     """query, key, value S(2) -> S(2): ``F.scaled_dot_product_attention`` of the whole sequence.
 
-    query [b, h, q, e], key [b, g, n, e], value [b, g, n, f] -> [b, h, q, f]. ``length``: the keys of all ranks, where shards are
-    padded. With ``is_causal`` queries are sharded as keys are.
+    query [b, h, q, e], key [b, g, n, e], value [b, g, n, f] -> [b, h, q, f]. ``length``: the keys of all ranks, where
+    shards are padded. With ``is_causal`` queries are sharded as keys are.
     """
     if size(axis) == 1:
         return F.scaled_dot_product_attention(
@@ -130,7 +130,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _visible(step: int, axis: str, rows: int, is_causal: bool, length: int | None) -> tuple[int, int, bool]:
-    """Return which block of ``rows`` x ``rows`` a step computes: from which query on, how many keys, whether with a causal mask."""
+    """Return which block of ``rows`` x ``rows`` a step computes: from which query on, how many keys, whether with a
+    causal mask."""
     source = (rank(axis) - step) % size(axis)
     if not is_causal:
         return 0, rows if length is None else min(max(length - source * rows, 0), rows), False
@@ -330,7 +331,8 @@ def _attend_backward(
         no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
         efficient = _aten._scaled_dot_product_efficient_attention_backward
         of_query, of_key, of_value, _ = efficient(
-            gradient, query, *heads, None, result, padded, no_dropout, no_dropout, 0.0, (True, True, True, False), is_causal, scale=scale
+            gradient, query, *heads, None, result, padded, no_dropout, no_dropout, 0.0, (True, True, True, False),
+            is_causal, scale=scale,
         )  # fmt: skip
         return of_query, _of_each_group(of_key, key), _of_each_group(of_value, value)
     wide = logsumexp.dtype

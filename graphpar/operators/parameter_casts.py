@@ -99,15 +99,23 @@ def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) 
         stored: the types of parameters by axis, as ranks store them.
 
     Raises:
-        GraphparError: one is gathered from shards of another axis than the last that divided it.
+        GraphparError: one is gathered from shards of another axis than the last that divided it, follows no parameter by casts alone, or is
+            divided otherwise in evaluation.
     """
-    found = {}
+    found = {} if program.evaluated is None else rounded_weights(program.evaluated, stored)
     for scope, graph in [("", program.graph), *((name, block.graph) for name, block in program.blocks.items())]:
         for node in graph.nodes:
             if record_of(node).operand_bytes is not None:
                 name, steps = weight_of(node)
+                if not name:
+                    raise GraphparError(f"fp8: the weight of {node.name} is computed; leave its layer out of fp8.")
                 for prefix in program.prefixes(scope):
-                    found[f"{prefix}{name}"] = _divided(node, stored.get(f"{prefix}{name}", {}), steps)
+                    divided = _divided(node, stored.get(f"{prefix}{name}", {}), steps)
+                    if found.setdefault(f"{prefix}{name}", divided) != divided:
+                        raise GraphparError(
+                            f"fp8: {prefix}{name} is divided in two ways where it is multiplied; pin one placement of it, or leave its "
+                            "layer out of fp8."
+                        )
     return found
 
 

@@ -17,6 +17,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar import emitted
 from graphpar.codegen.formatting import commented, describe_shape, describe_types
 from graphpar.operators.transitions import TABLE
 from graphpar.report.report import report_data
@@ -125,6 +126,11 @@ def test_a_list_of_one_is_unpacked() -> None:
     program = gp.export(_OfOne(), (torch.randn(6, 4),), loss_fn=lambda output: output.sum())
     text = gp.partition(program, gp.plan(program, mesh={}, microbatch_size=6)).files["stage_0.py"]
     assert re.search(r"^ +\(\w+,\) = x\[:, :1\]\.unbind\(1\)$", text, re.MULTILINE), text
+
+
+def test_files_of_the_library_have_lines_of_120_characters_at_most() -> None:
+    for file in Path(emitted.__file__).parent.glob("*.py"):
+        assert max(map(len, file.read_text().splitlines()), default=0) <= 120, file
 
 
 @pytest.mark.costly
