@@ -37,7 +37,7 @@ class Works:
         degrees: ranks by axis.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
-        compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none.
+        compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none, and those of a head in chunks.
         recasts: parameters that are read in another dtype are cast for each microbatch.
     """
 
@@ -208,10 +208,17 @@ class _Walk:
     """One graph."""
 
     def __init__(
-        self, works: Works, graph: fx.Graph, scope: str, without: Collection[str], *, plain: bool = False
+        self,
+        works: Works,
+        graph: fx.Graph,
+        scope: str,
+        without: Collection[str],
+        *,
+        plain: bool = False,
+        function: bool = False,
     ) -> None:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
-        self.compiled = works.compiled and not plain and bool(scope or not works.program.blocks)
+        self.compiled = works.compiled and not plain and bool(scope or function or not works.program.blocks)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the graph, without those of the blocks it calls."""
@@ -249,7 +256,7 @@ class _Walk:
 
     def _chunked(self, node: fx.Node, function: Chunked) -> Iterator[Row]:
         """Yield the work of a function that runs in chunks: all of it in the forward, where gradients of what is whole are added up."""
-        for row in _Walk(self.works, function.graph, "", ()).rows():
+        for row in _Walk(self.works, function.graph, "", (), function=True).rows():
             yield row._replace(phase=Phase.FORWARD)
         chunks = sizes_of(node.all_input_nodes[0])[0] * (1 / function.tokens)
         for argument in node.args[function.rows :]:

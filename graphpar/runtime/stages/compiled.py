@@ -20,6 +20,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from inspect import isfunction, unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,11 +122,13 @@ def _unable(program: Manifest, backend: str, device: torch.device) -> str | None
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collection[str] = ()) -> None:
-    """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them.
+    """Compile the forwards of the blocks of ``stage``, or its own where it has none, and the functions that it calls; before FSDP2 shards
+    them.
 
     Blocks ``partly``, which keep results of single operators and compute others again, are left to :func:`compile_repetitions`.
 
-    A head that computes its loss in chunks is left as it is: these run their gradients in the forward, which torch can't trace.
+    A forward that computes its loss in chunks is left as it is, and its function compiled: chunks run their gradients in the forward, which
+    torch can't trace.
     """
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
     know_grouped_products()
@@ -133,9 +136,43 @@ def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collect
     if streams is not None:
         hide_draws(streams)
     left = {stage.get_submodule(path) for path in partly}
+    for name, function in _functions(stage, package).items():
+        vars(sys.modules[type(stage).__module__])[name] = _tried(function, backend)
     for module in list(blocks(stage, package)) or [stage]:
         if module not in left and "in_chunks" not in module.forward.__code__.co_names:
             module.forward = _whole(module, backend)  # type: ignore[method-assign]
+
+
+def leave_functions(stage: nn.Module, package: str) -> None:
+    """Let ``stage`` call its functions as they are, where another program of this process has compiled them."""
+    for name, function in _functions(stage, package).items():
+        vars(sys.modules[type(stage).__module__])[name] = function
+
+
+def _functions(stage: nn.Module, package: str) -> dict[str, Callable[..., Any]]:
+    """Return the emitted functions of its operators that ``stage`` calls outside of blocks, as they are, by name."""
+    own = vars(sys.modules[type(stage).__module__])
+    used = {name for method in vars(type(stage)).values() if isfunction(method) for name in method.__code__.co_names}
+    found = {name: unwrap(value) for name, value in own.items() if name in used and isfunction(value)}
+    return {name: function for name, function in found.items() if function.__module__ == f"{package}.blocks"}
+
+
+def _tried(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compile a function as one graph; where that can't be, it runs as it is."""
+    compiled, able = torch.compile(function, fullgraph=True, backend=backend), True
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal able
+        if able:
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                able = False
+                warnings.warn(f"{function.__name__} is not compiled: {error}", stacklevel=2)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def compile_repetitions(stage: nn.Module, backend: str, partly: Collection[str]) -> None:

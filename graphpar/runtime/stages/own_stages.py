@@ -16,7 +16,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.stages.batches import Feed
 from graphpar.runtime.stages.cast_once import CastOnce
-from graphpar.runtime.stages.compiled import blocks, compile_blocks, compile_repetitions
+from graphpar.runtime.stages.compiled import blocks, compile_blocks, compile_repetitions, leave_functions
 from graphpar.runtime.stages.dropout import draw_in_one_kernel
 from graphpar.runtime.stages.modules import (
     StageAdapter,
@@ -78,6 +78,7 @@ class OwnStages:
         program, package = self.program, self.package
         stage = empty_stage(package, interface, program.mode == "train")
         check_local_shapes(stage, program)
+        leave_functions(stage, package)
         if self._backend is not None:  # inside of what FSDP2 gathers, and of what is recomputed
             compile_blocks(stage, package, self._backend, interface.partly)
         # a compiled block casts again in its backward, and keeps no copies
