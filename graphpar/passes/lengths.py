@@ -426,8 +426,12 @@ def joined(found: Sequence[Stages], lengths: Sequence[int], *, listed: bool = Fa
     stages = [_stage(join, each) for each in zip(*(stages for _, stages in found))]
     counts = first.counts
     if counts is not None:
-        counts, takes = join.graph([program.counts for program in programs if program.counts is not None])
-        assert not takes
+        try:
+            counts, takes = join.graph([program.counts for program in programs if program.counts is not None])
+        except GraphparError as error:
+            raise GraphparError(f"What the loss divides by is another at other lengths. {error}") from error
+        if takes:
+            raise GraphparError(f"What the loss divides by follows the length, but no input of it; {EACH}.")
     for nodes in zip(*(_results(program.graph) for program in programs)):
         join.mark(nodes, nodes[0])
     blocks = {
@@ -524,6 +528,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _stage(join: _Join, stages: Sequence[Stage]) -> Stage:
     named = f"Stage {stages[0].index} ({', '.join(stages[0].modules)})"
+    taken = [{*stage.inputs, *stage.counts, *(each.name for each in stage.receives)} for stage in stages]
+    if differing := sorted({name for names in taken for name in names if any(name not in each for each in taken)}):
+        raise GraphparError(
+            f"{named} takes other tensors at other lengths ({', '.join(differing)}): inputs, tensors of stages before, or what the loss "
+            f"divides by. Make them the same, or {EACH}."
+        )
     (graph, takes), others = join.joined_or_apart([stage.graph for stage in stages], lambda: named)
     if takes:
         raise GraphparError(
@@ -531,7 +541,7 @@ def _stage(join: _Join, stages: Sequence[Stage]) -> Stage:
         )
 
     if len({(stage.inputs, stage.counts, tuple(each.name for each in stage.receives)) for stage in stages}) > 1:
-        raise GraphparError(f"{named} takes other tensors at other lengths; split the model elsewhere.")
+        raise GraphparError(f"{named} takes its tensors in another order at other lengths; {EACH}.")
 
     def boundaries(found: Sequence[tuple[Boundary, ...]]) -> None:
         for each in zip(*found, strict=True):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.distributed import Ranks
-from graphpar.runtime.stages.compiled import blocks
+from graphpar.runtime.stages.compiled import _functions, blocks
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.verification.comparison import relative_error
 
@@ -49,7 +49,8 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
         kinds = {
             (type(block), _repetition(block)) for stage in pipeline.stages for block in blocks(stage, pipeline.package)
         }
-        found.kinds = len(kinds) or len(pipeline.stages)
+        called = [_functions(stage, pipeline.package).values() for stage in pipeline.stages]
+        found.kinds = (len(kinds) or len(pipeline.stages)) + len({each for functions in called for each in functions})
         optimizer = torch.optim.SGD(pipeline.named_parameters(), lr=0.1)
         for step in range(STEPS):
             if step == 1 and program.name == "hooked":

@@ -92,6 +92,7 @@ class _Analysis:
         self.fills: dict[str, int] = {}
         self.looked_up: set[str] = set()
         self.varying: set[fx.Node] = set()  # operators that take numbers of the length, and such numbers
+        self.filled: set[fx.Node] = set()  # of these, what fills a tensor with such a number
 
     def compare(self, graph: fx.Graph, twin: fx.Graph) -> None:
         """Find which numbers follow the length."""
@@ -101,6 +102,8 @@ class _Analysis:
             given, there = (_numbers(each) for each in (node, other))
             if given != there or (is_size(node) and str(value_of(node)) != str(value_of(other))):
                 self.varying.add(node)
+                if _filling(node) != _filling(other):
+                    self.filled.add(node)
         if len(graph.nodes) != len(twin.nodes):
             raise _RefusedError("at other lengths the program has other operators")
 
@@ -164,7 +167,7 @@ class _Analysis:
         name, kind = operator_name(node), record_of(node).kind
         if name == "getitem":
             return self.states[node.all_input_nodes[0]]
-        if any(number in self.varying for _, number in number_arguments(node)):
+        if node in self.filled or any(number in self.varying for _, number in number_arguments(node)):
             raise self.refused(node, "it computes with the length")
         operands = operands_of(node)
         states = [self.states[operand] for operand in operands]
@@ -209,11 +212,12 @@ class _Analysis:
     def made(self, node: fx.Node, name: str, kind: Kind) -> _State:
         """A value that is made of none that has positions."""
         state = self.along(node)
-        if state is None or isinstance(state, _Square):
-            if node in self.varying and state is None:
+        if state is None:
+            if node in self.varying:
                 raise self.refused(node, "it computes with the length")
             return state
         counts = name == "arange" and (len(node.args) == 1 or node.args[0] == 0) and literal(node, "step") in (1, None)
+        counts &= name == "arange" and value_of(node).shape[0] == self.length
         begins = name == "slice" and literal(node, "start") in (0, None) and literal(node, "step") == 1
         if counts or begins or kind is Kind.EXPAND or name in FILLED:
             return state
@@ -359,6 +363,12 @@ class _Analysis:
 def _with_rows(node: fx.Node) -> bool:
     """Whether it is rows that are in one dim with others; such an output is not offered."""
     return any(rows not in (None, 1) for rows in batch_coefficients(node))
+
+
+def _filling(node: fx.Node) -> Any:
+    """What an operator fills a tensor with."""
+    name = operator_name(node)
+    return literal(node, "s" if name == "scalar_tensor" else "fill_value") if name in FILLED else None
 
 
 def _numbers(node: fx.Node) -> list[Any]:

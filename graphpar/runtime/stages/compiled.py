@@ -137,7 +137,7 @@ def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collect
         hide_draws(streams)
     left = {stage.get_submodule(path) for path in partly}
     for name, function in _functions(stage, package).items():
-        vars(sys.modules[type(stage).__module__])[name] = _tried(function, backend)
+        _names(stage, package)[name] = _tried(function, backend)
     for module in list(blocks(stage, package)) or [stage]:
         if module not in left and "in_chunks" not in module.forward.__code__.co_names:
             module.forward = _whole(module, backend)  # type: ignore[method-assign]
@@ -146,15 +146,26 @@ def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collect
 def leave_functions(stage: nn.Module, package: str) -> None:
     """Let ``stage`` call its functions as they are, where another program of this process has compiled them."""
     for name, function in _functions(stage, package).items():
-        vars(sys.modules[type(stage).__module__])[name] = function
+        _names(stage, package)[name] = function
 
 
 def _functions(stage: nn.Module, package: str) -> dict[str, Callable[..., Any]]:
     """Return the emitted functions of its operators that ``stage`` calls outside of blocks, as they are, by name."""
-    own = vars(sys.modules[type(stage).__module__])
-    used = {name for method in vars(type(stage)).values() if isfunction(method) for name in method.__code__.co_names}
+    methods = [method for method in vars(_emitted(stage, package)).values() if isfunction(method)]
+    used = {name for method in methods for name in method.__code__.co_names}
+    own = _names(stage, package)
     found = {name: unwrap(value) for name, value in own.items() if name in used and isfunction(value)}
     return {name: function for name, function in found.items() if function.__module__ == f"{package}.blocks"}
+
+
+def _emitted(stage: nn.Module, package: str) -> type:
+    """The emitted class of ``stage``, of which FSDP2 makes one of its own."""
+    return next(kind for kind in type(stage).__mro__ if kind.__module__.startswith(f"{package}."))
+
+
+def _names(stage: nn.Module, package: str) -> dict[str, Any]:
+    """The names in the emitted file of ``stage``."""
+    return vars(sys.modules[_emitted(stage, package).__module__])
 
 
 def _tried(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -137,6 +137,16 @@ def test_causal_models_whose_loss_ignores_labels() -> None:
         ({"mix": scored(lambda scores: scores > 0, -1e9)}, "a row may see nothing"),
         ({"mix": lambda x: causal(x) + x.mean(1, keepdim=True)}, "several positions at once"),
         ({"mix": lambda x: causal(x) + x[:, -1:]}, "last positions"),
+        ({"mix": lambda x: causal(x) + torch.full((x.shape[1], 1), x.shape[1] - 1)}, "it computes with the length"),
+        ({"mix": lambda x: causal(x) * torch.full_like(x, x.shape[1])}, "it computes with the length"),
+        (
+            {
+                "mix": masked(
+                    lambda row, column: (column <= row) & (row - column < torch.full_like(row, row.shape[0] - 1))
+                )
+            },
+            "it computes with the length",
+        ),
         ({"mix": lambda x: causal(x.flip(1)).flip(1)}, "several positions at once"),
         ({"mix": lambda x: F.softmax(x, 1)}, "several positions at once"),
         ({"mix": lambda x: causal(x).roll(1, 1)}, "several positions at once"),
