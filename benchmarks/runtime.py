@@ -12,8 +12,8 @@
     experts                  against tokens sent to their experts as torchtitan does (benchmarks.experts), the rest under DDP
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
     recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
-    compiled, ...            against the same program uncompiled: replicas, tensor, zero 3; "compile" is the processor time that a rank
-                             takes more in its first step than in a later one
+    compiled, ...            against the same program uncompiled: replicas, tensor, zero 3, selective; "compile" is the processor time
+                             that a rank takes more in its first step than in a later one
     compiled, ...            against DDP and FSDP2 with the same blocks compiled (benchmarks.data_parallel)
     head in chunks           against the same program that makes all logits at once
     8 bits, emulated         against the same program in bf16: what rounding costs where no unit for 8 bits multiplies
@@ -150,7 +150,12 @@ CASES = (
     ),
     *(
         Case(f"compiled, {name}", f"not compiled, {name}", f"compiled {name}", pins)
-        for name, pins in {"replicas": _REPLICAS, "tensor": _TENSOR, "zero 3": _ZERO3}.items()
+        for name, pins in {
+            "replicas": _REPLICAS,
+            "tensor": _TENSOR,
+            "zero 3": _ZERO3,
+            "selective": {**_REPLICAS, "recompute": "selective"},
+        }.items()
     ),
     Case("compiled, replicas", "DDP, blocks compiled", "compiled replicas", _REPLICAS),
     Case("compiled, zero 3", "FSDP2, blocks compiled", "compiled zero 3", _ZERO3),
@@ -188,7 +193,7 @@ class Comparison:
     ratio: float
     middle_half: tuple[float, float]
     cpu_ratio: float
-    launches: tuple[int, int]  # emitted, by hand
+    launches: tuple[int, int] | None  # emitted, by hand; of compiled blocks nothing is counted
     loss_difference: float
     compile_s: float | None = None  # processor time of a rank
 
@@ -262,7 +267,7 @@ def _compared(case: Case, emitted: Mapping[str, list[float]], handwritten: Mappi
         ratio=middle,
         middle_half=(first, third),
         cpu_ratio=statistics.median(a / b for a, b in zip(emitted["cpu"], handwritten["cpu"])),
-        launches=(int(emitted["launches"][0]), int(handwritten["launches"][0])),
+        launches=(int(emitted["launches"][0]), int(handwritten["launches"][0])) if emitted["launches"] else None,
         compile_s=emitted["first_cpu"][0] - statistics.median(emitted["cpu"]) if case.compiles else None,
         loss_difference=max(abs(a - b) / abs(b) for a, b in zip(emitted["losses"], handwritten["losses"])),
     )
@@ -308,7 +313,7 @@ def _show(comparisons: Sequence[Comparison]) -> None:
             f"{row.ratio:.3f}",
             f"{row.middle_half[0]:.3f} to {row.middle_half[1]:.3f}",
             f"{row.cpu_ratio:.3f}",
-            "/".join(map(str, row.launches)),
+            "" if row.launches is None else "/".join(map(str, row.launches)),
             f"{row.loss_difference:.1e}",
             "" if row.compile_s is None else f"{row.compile_s:.1f} s",
         )
@@ -375,17 +380,18 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
             program = folder / (f"compiled{name.removeprefix('not compiled')}" if name.startswith("not ") else name)
             step = _emitted_step(program, folder / "weights.safetensors", batch, ranks, compile=compiled)
         contestants[name] = _Contestant(step)
+    counts = not any("compiled" in name for name in contestants)  # torch.compile takes no dispatch mode
     for turn in range(WARM_UP + rounds):
         for contestant in list(contestants.values())[:: 1 if turn % 2 else -1]:
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
-            with (counted := _Launches()) if turn == WARM_UP - 1 else nullcontext():
+            with (counted := _Launches()) if counts and turn == WARM_UP - 1 else nullcontext():
                 loss = contestant.step()
             worked = time.process_time() - worked
             dist.barrier()
             if not turn:
                 contestant.first_cpu.append(worked)
-            if turn == WARM_UP - 1:
+            if counts and turn == WARM_UP - 1:
                 contestant.launches.append(counted.count)
             if turn >= WARM_UP:
                 contestant.seconds.append(time.perf_counter() - began)
