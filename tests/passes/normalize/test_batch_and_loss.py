@@ -164,7 +164,7 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "one truth of all examples": (X, lambda o: o.mean() * (o > 5).sum().bool(), (), "to"),
     "sorted numbers of several examples in rows": (XS, lambda o: o.flatten().sort()[0].view(-1, 5).square().amax(1).sum(), (), "sorted"),
     "sorted rows of two columns": (X, lambda o: torch.cat([o[:, 0], o[:, 1]]).sort()[0].view(2, -1)[0].mean(), (), "sorted"),
-    "row of a table by the batch size": (X, lambda o: (TABLE[o.shape[0]] * o).sum(), (), "takes "),
+    "row of a table by the batch size": (X, lambda o: (TABLE[o.shape[0]] * o).sum(), (), "select"),
     "part of a table from the batch size": (X, lambda o: (TABLE.narrow(0, o.shape[0], 3).sum(0) * o).sum(), (), "takes "),
     "slice of a table from the batch size": (X, lambda o: (TABLE[o.shape[0] : o.shape[0] + 3].sum(0) * o).sum(), (), "takes "),
     "columns shifted by the batch size": (X, lambda o, t: (o.roll(o.shape[0], 1) * t).sum(), (T,), "number"),
