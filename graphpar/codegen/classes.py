@@ -66,7 +66,8 @@ def block_class(program: Program, block: Block) -> tuple[str, bool, bool]:
         printed, block.graph, base=block.path, first=_by_length(printed, block.graph, block.at_lengths)
     )
     for length, graph in block.at_lengths.items():
-        lines += _forward_lines(printed_of(graph), graph, method_at(length), base=block.path)
+        again = printed_of(graph)
+        lines += _forward_lines(again, graph, method_at(length), _at(length, graph, again), base=block.path)
     if other is not None and apart:
         again = printed_of(other.graph)
         doc = docstring(f"In evaluation: {_flow(other.graph, again)}", _INDENT * 2)
@@ -124,7 +125,8 @@ def stage_class(
     lines += _forward_lines(printed, stage.graph, keyword_after=len(received), first=first)
     for length, graph in at_lengths.items():
         printed = StagePrinter(graph, tree, (*stage.inputs, *stage.counts), layers).print()
-        lines += _forward_lines(printed, graph, method_at(length), keyword_after=len(received))
+        doc = _at(length, graph, printed)
+        lines += _forward_lines(printed, graph, method_at(length), doc, keyword_after=len(received))
     if other is not None:
         printed = StagePrinter(other.graph, tree, (*other.inputs, *other.counts), layers).print()
         doc = docstring(f"In evaluation: {_flow(other.graph, printed)}", _INDENT * 2)
@@ -267,13 +269,18 @@ def method_at(length: int) -> str:
     return f"at_{length}"
 
 
+def _at(length: int, graph: fx.Graph, printed: Printed) -> list[str]:
+    return docstring(f"At {length} positions: {_flow(graph, printed)}", _INDENT * 2)
+
+
 def _by_length(
     printed: Printed, graph: fx.Graph, at_lengths: Mapping[int, fx.Graph], keyword_after: int | None = None
 ) -> list[str]:
     """Print what chooses the method of a length, by a size of an input."""
-    found = told_apart_by([graph, *at_lengths.values()]) if at_lengths else None
-    if found is None:
+    if not at_lengths:
         return []
+    found = told_apart_by([graph, *at_lengths.values()])
+    assert found is not None, "else every length would run the longest's graph"
     place, dim = found
     names = printed.parameters
     given = ", ".join(

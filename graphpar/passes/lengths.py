@@ -457,7 +457,10 @@ def _with_own_constants(first: Program, program: Program, stages: Sequence[Stage
     stages = [replace(stage, graph=_copied(stage.graph)) for stage in stages]
     blocks = {name: replace(block, graph=_copied(block.graph)) for name, block in program.blocks.items()}
     program = replace(program, blocks=blocks)
-    graphs = [("", stage.graph) for stage in stages] + [(name, block.graph) for name, block in blocks.items()]
+    counts = None if program.counts is None else _copied(program.counts)
+    program = replace(program, counts=counts)
+    roots = [*(stage.graph for stage in stages), *([] if counts is None else [counts])]
+    graphs = [("", graph) for graph in roots] + [(name, block.graph) for name, block in blocks.items()]
     for scope, graph in graphs:
         for node in graph.nodes:
             if node.op == "get_attr" and any(f"{prefix}{node.target}" in names for prefix in program.prefixes(scope)):
@@ -497,10 +500,28 @@ def _check_alike(found: Sequence[Stages]) -> None:
             raise GraphparError(
                 "At other lengths parameters are read in other dtypes; compile a program for each length."
             )
+        for what, facts in _facts(program, others_stages).items():
+            if facts != _facts(first, stages)[what]:
+                raise GraphparError(f"At other lengths the model {what}; {EACH}.")
         if dict(program.branches) != dict(first.branches):
             raise GraphparError(
                 "At other lengths the model has other branches on values; compile a program for each length."
             )
+
+
+def _facts(program: Program, stages: Sequence[Stage]) -> dict[str, object]:
+    """Return what the runtime takes from the program of the longest length for all, by what is wrong where it differs."""
+    return {
+        "mixes examples of a batch that it does not mix elsewhere, or the reverse": (
+            bool(program.couplings),
+            program.unsplittable,
+        ),
+        "writes other buffers once a step": program.steady,
+        "reads other inputs": program.unread,
+        "calls its layers in another order": [
+            node.target for stage in stages for node in stage.graph.nodes if node.op == "call_module"
+        ],
+    }
 
 
 def _read(program: Program, stage: Stage) -> dict[str, str]:

@@ -251,10 +251,45 @@ class ReadsMore(NanoGPT):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
-def test_what_a_list_can_not_have_is_refused() -> None:
-    program = Subject(ReadsMore, "8,32").exported()
-    with pytest.raises(gp.GraphparError, match=r"other parameters or buffers are read.*far"):
-        gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+class Mixes(NanoGPT):
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(idx)
+        logits = self.head(x - x.mean(0) if idx.size(1) <= 8 else x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+class DividesOtherwise(NanoGPT):
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits, _ = super().forward(idx, targets)
+        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return logits, summed / ((targets != IGNORED).sum() * torch.tensor(1.0 + idx.size(1) / 3))
+
+
+class Turns(NanoGPT):
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(idx)
+        for layer in self.layers if idx.size(1) > 8 else [self.layers[1], self.layers[0]]:
+            x = layer(x)
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (ReadsMore, "other parameters or buffers are read.*far"),
+        (Mixes, "mixes examples of a batch"),
+        (DividesOtherwise, "What the loss divides by"),
+        (Turns, "in another order"),
+    ],
+)
+def test_what_a_list_can_not_have_is_refused(model: type[NanoGPT], why: str) -> None:
+    program = Subject(model, "8,32").exported()
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.partition(program, gp.plan(program, mesh={"dp_shard": 2}))
+
+
+def test_lists_are_named_where_they_help() -> None:
     with pytest.raises(gp.GraphparError, match="list the lengths, as in seq 128,512"):
         program = Subject(InChunks).exported()
         gp.partition(program, gp.plan(program, mesh={"tp": 2}))
