@@ -203,6 +203,8 @@ def _run(parser: Parser) -> None:
     parser.add_argument("--steps", type=count, help="optimizer steps (default: 10)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compile the blocks with torch.compile, or not (default: as planned, on such devices)")
+    parser.add_argument("--cuda-graphs", action="store_true",
+                        help="replay forwards and backwards as one CUDA graph where they can be, else say why not")
     parser.add_argument("--alone", type=whole, metavar="RANK",
                         help="run this rank only, without the others: its seconds and memory next to the prediction")
     texts = parser.add_argument_group("programs for generation (--mode generate)")

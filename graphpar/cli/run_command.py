@@ -59,11 +59,20 @@ def run(options: argparse.Namespace) -> Result:
     if options.alone is not None:
         if generation:
             raise GraphparError(f"--{next(iter(generation))} would have no effect with --alone; leave one of them out.")
+        if options.cuda_graphs:
+            raise GraphparError("--cuda-graphs would have no effect with --alone; leave one of them out.")
         measured = measure(folder, options.alone, options.steps or ALONE_STEPS, compile=options.compile)
         found = {"out": str(folder), **asdict(measured)}
         here, status = _is_here(read_program(folder)[1], 1), DONE if measured.finite else CHECK_FAILED
         return Result(found, lambda console: show_alone(measured, here, console), status)
-    data = launch(folder, options.steps, options.timeout, compile=options.compile, generation=generation)
+    data = launch(
+        folder,
+        options.steps,
+        options.timeout,
+        compile=options.compile,
+        cuda_graphs=options.cuda_graphs,
+        generation=generation,
+    )
     return Result(data, lambda console: show(data, console))
 
 
@@ -73,6 +82,7 @@ def launch(
     timeout_s: float = 3600,
     *,
     compile: bool | None = None,
+    cuda_graphs: bool = False,
     generation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
@@ -82,6 +92,7 @@ def launch(
     Args:
         steps: 10 by default.
         compile: whether ``torch.compile`` compiles the blocks, by default as planned; refused before anything starts where it can't.
+        cuda_graphs: whether steps of training are replayed as one CUDA graph.
         generation: options of a program for generation, by name.
     """
     program, plan = read_program(folder)
@@ -94,6 +105,8 @@ def launch(
         raise GraphparError(
             f"{'--steps' if steps is not None else '--compile'} is not for generation; see --prompt and --tokens."
         )
+    if cuda_graphs and program.mode != "train":
+        raise GraphparError(f"--cuda-graphs is for programs that train; this one is for {program.mode}.")
     steps = steps or 10
     script = folder / SCRIPTS[program.mode]
     if not script.is_file():
@@ -116,6 +129,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
         given = [] if compile is None else ["--compile" if compile else "--no-compile"]
+        given += ["--cuda-graphs"] if cuda_graphs else []
         arguments = ["--steps", str(steps), "--json", str(history), *given]
         if generates:
             arguments = ["--json", str(history), *script_arguments(generation)]

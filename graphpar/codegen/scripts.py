@@ -66,7 +66,7 @@ def dataset(args: argparse.Namespace, seed: int, held_out: bool) -> Dataset[dict
 def main() -> None:
     args = {mode}_arguments("{verb} {name} on {devices} devices.")
     with start(args.timeout, device=args.device, program=PROGRAM) as ranks:
-        pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed, compile=args.compile)
+        {pipeline}
 {body}
 
 if __name__ == "__main__":
@@ -96,6 +96,13 @@ EXAMPLES = {
 
 EXAMPLES_AT_LEAST = 1_000_000
 """How many random examples there are, unless a batch has more."""
+
+_PIPELINE = {
+    "train": """pipeline = Pipeline(
+            PROGRAM, ranks.device, seed=args.seed, compile=args.compile, cuda_graphs=args.cuda_graphs
+        )""",
+    "infer": "pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed, compile=args.compile)",
+}
 
 _LOSSES = {
     False: " Losses and gradients are those of the global batch.",
@@ -204,6 +211,7 @@ def script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         modules="" if trains else "import json\nimport time\n",
         saving="" if trains else "from safetensors.torch import save_file\n",
         imported=_import(sorted(names)),
+        pipeline=_PIPELINE["train" if trains else "infer"],
         body=_TRAIN if trains else _INFER,
     )
 

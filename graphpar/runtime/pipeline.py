@@ -11,6 +11,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
+from graphpar.runtime.stages.captured import Captured
 from graphpar.runtime.stages.compiled import backend_of
 from graphpar.runtime.stages.loss_scale import FIRST, LossScale
 from graphpar.runtime.stages.microbatches import Microbatches, evaluating, forward_only, summed
@@ -61,6 +63,11 @@ class Pipeline(Stored):
         seed: of the random streams (dropout).
         compile: whether ``torch.compile`` compiles the blocks, or with which of its backends; the first steps take longer then. Not for
             schedules that split backwards in two. By default as planned, on the kind of device that was planned for.
+        cuda_graphs: capture the forwards and backwards of a step, and replay them as one CUDA graph; where they can't be, a warning says
+            why, and they run. Gradients are then in memory that the next step writes. A CPU replays a list of calls, more slowly.
+
+    Attributes:
+        captured: with ``cuda_graphs``, why steps are not captured, if so, and how many were replayed.
 
     Raises:
         RuntimeProgramError: the folder is broken, the number of ranks is not the plan's, or its blocks can't be compiled.
@@ -73,6 +80,7 @@ class Pipeline(Stored):
         seed: int = 0,
         *,
         compile: bool | str | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.seed = seed
@@ -105,6 +113,11 @@ class Pipeline(Stored):
                 self._places = Places(self.stages, self.device, own.home if "params" in self.program.offload else None)
             self._branches = Branches(self.program, self.stages, self.device)
             self._gradients = Gradients(self._parameters, self.device)
+            self.captured = (
+                Captured(self.program, self._parameters, self._gradients, self.device, own.package)
+                if cuda_graphs
+                else None
+            )
             self._optimizers = Optimizers(
                 self._parameters, self._gradients, self.host, own.package, reports=self.reports
             )
@@ -304,10 +317,12 @@ class Pipeline(Stored):
 
     def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
+        captured = self.captured if self.captured is not None and self.captured.takes(accumulate) else None
         self._parameters.begin_step()
         self._gradients.take(accumulate)
+        run = functools.partial(self._microbatches.at(program).run, accumulate=accumulate)
         with labels_named(values):
-            loss = self._microbatches.at(program).run(values, accumulate)
+            loss = run(values) if captured is None else captured.run(run, values)
         self._parameters.free()
         if accumulate:
             self._gradients.keep(self.parameters())

@@ -87,6 +87,9 @@ def train_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--profile-folder", type=Path, default=Path("profile"), help="where each rank writes its trace")
     parser.add_argument("--memory-snapshot", type=Path, metavar="FOLDER", help="where ranks record a GPU's allocations")
     parser.add_argument("--gc-every", type=count, metavar="N", help="collect Python's garbage after each Nth step only")
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="replay forwards and backwards as one CUDA graph, where they can be"
+    )
     parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and exit")
     parser.add_argument(
         "--check-replicas", type=count, metavar="N", help="every N steps, compare what ranks should have equal"

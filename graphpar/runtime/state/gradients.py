@@ -49,6 +49,14 @@ BUCKET_BYTES = 25 * 2**20
 """The largest bucket of one all-reduce; a larger parameter has one alone."""
 
 
+@dataclass(frozen=True)
+class Started:
+    """A sum that began in the backward, and of which of its gradients this rank had one."""
+
+    flat: Tensor
+    present: list[bool]
+
+
 @dataclass(eq=False)
 class _Partial:
     """A parameter whose gradient must be summed, over ranks or several copies on this rank, or made equal."""
@@ -478,6 +486,21 @@ class Gradients:
             while self._sent < len(queue) and queue[self._sent].early and not queue[self._sent].incomplete:
                 _send(queue, self._sent)
                 self._sent += 1
+
+    def started(self) -> list[Started]:
+        """Wait for the sums that began in the backward, and return them."""
+        found: list[Started] = []
+        for bucket in [*self._of_units, *self._buckets][: self._sent]:
+            bucket.settle()
+            assert bucket.flat is not None
+            found.append(Started(bucket.flat, bucket.present))
+        return found
+
+    def put_started(self, sums: Sequence[Started]) -> None:
+        """Have these sums, in the place of a backward that would begin them."""
+        self._sent, self._to_come = len(sums), {}
+        for bucket, made in zip([*self._of_units, *self._buckets], sums):
+            bucket.flat, bucket.present = made.flat, list(made.present)
 
     def finish(self, scale: float = 1.0) -> bool:
         """Sum the gradients of this step, and add what was set aside; a collective call.

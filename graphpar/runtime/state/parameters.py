@@ -81,6 +81,9 @@ class Replicated:
             RuntimeProgramError: parameters were changed where they may not be.
         """
 
+    def arrive(self) -> None:
+        """Wait for new values that are on their way."""
+
     def begin_microbatch(self, stage: nn.Module, *, accumulate: bool, last: bool) -> None:
         """Say what happens to gradients and gathered parameters at the end of the next backward."""
 

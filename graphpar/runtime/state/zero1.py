@@ -111,7 +111,7 @@ class Zero1(Replicated):
     def loaded(self) -> None:
         if self._main:
             self.send()
-            self._wait()
+            self.arrive()
             self._sent = False
         self.written()
 
@@ -127,7 +127,7 @@ class Zero1(Replicated):
 
     def settle(self) -> None:
         self._send_changed()
-        self._wait()
+        self.arrive()
 
     def _send_changed(self) -> None:
         """Send the values if some rank may have new ones since they were sent, or since the last step; a collective call.
@@ -153,7 +153,7 @@ class Zero1(Replicated):
             "change those of pipeline.named_parameters(), or load a file"
         )
 
-    def _wait(self) -> None:
+    def arrive(self) -> None:
         for unit in self.units:
             unit.wait()
 
@@ -182,7 +182,7 @@ class Zero1(Replicated):
 
     def end_step(self) -> None:
         """Note the values and gradients that a step left behind."""
-        self._wait()  # for those of units that no forward has entered
+        self.arrive()  # for those of units that no forward has entered
         self.written()
         self._sent = False
 

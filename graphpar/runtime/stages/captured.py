@@ -1,0 +1,309 @@
+"""Forward and backward of a step as one list of calls, which is replayed without Python: a CUDA graph.
+
+    step 0    runs
+    step 1    runs, and what waits for the device, or computes on the host, is looked for
+    step 2    is captured: its batch, losses and gradients have memory that stays theirs
+    later     batch ──copied there──► replay ──► losses, gradients, and the sums that began in the backward
+
+Steps of other shapes, or with other parameters to train, are captured by themselves. A step runs as it did before where gradients are
+there already: they would be added up in memory that a replay writes.
+
+A CPU has no such graphs. There the calls of torch's operators are kept in a list, and replayed one after the other: that is slower, and
+proves that a step follows from its batch and its parameters alone, as a CUDA graph needs.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphpar.runtime.debugging import lone_group
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.stages.dropout import KERNEL
+from graphpar.runtime.state.gradients import Gradients, Started
+from graphpar.runtime.state.parameters import Replicated
+
+KEPT = 4
+"""How many steps of other shapes, or with other parameters to train, are kept."""
+Run = Callable[[Mapping[str, Tensor]], Tensor | None]
+"""Forward and backward of a replica's rows; returns the losses of its microbatches."""
+
+
+def obstacle(program: Manifest) -> str | None:
+    """Say why steps of ``program`` can't be captured, as far as its plan tells."""
+    if program.mode != "train":
+        return "only steps of training are captured"
+    if program.pp > 1:
+        return "torch's schedules of pipelines send and receive from Python"
+    if program.fully_sharded:
+        return f"ZeRO {program.zero} frees and allocates parameters as it gathers them"
+    if program.scales_loss:
+        return "the loss scale of fp16 is a number of the host, which changes"
+    if program.dropout == KERNEL:
+        return "dropout=kernel seeds torch's generator on the host"
+    if program.offload:
+        return f"offload={','.join(program.offload)} copies to the host"
+    return None
+
+
+class Captured:
+    """Runs the steps of a program, of which it captures what it can.
+
+    Args:
+        package: the name under which the emitted package is imported.
+        run: what is captured.
+
+    Attributes:
+        reason: why steps are not captured; none, as long as nothing is known to prevent it.
+        replays: how many steps were replayed.
+    """
+
+    def __init__(
+        self, program: Manifest, parameters: Replicated, gradients: Gradients, device: torch.device, package: str
+    ) -> None:
+        self._parameters, self._gradients, self._device, self._package = parameters, gradients, device, package
+        self._steps: dict[Any, _Step] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.reason = obstacle(program)
+        self.replays = 0
+        self._say()
+
+    def _say(self) -> None:
+        if self.reason is not None and dist.get_rank() == 0:
+            warnings.warn(f"steps are not captured: {self.reason}", stacklevel=2)
+
+    def takes(self, accumulate: bool) -> bool:
+        """Whether the step that is about to begin may be captured or replayed; asked before gradients are set aside."""
+        stages = self._parameters.stages
+        return (
+            self.reason is None
+            and not accumulate
+            and all(parameter.grad is None for stage in stages for parameter in stage.parameters())
+        )
+
+    def run(self, run: Run, values: Mapping[str, Tensor]) -> Tensor | None:
+        """Run, capture or replay a step; returns the losses of its microbatches.
+
+        Args:
+            run: forward and backward of ``values``.
+            values: the inputs and counts of this replica's rows.
+        """
+        self._parameters.arrive()
+        step = self._step(values)
+        step.seen += 1
+        if step.seen == 1:
+            return run(values)
+        if step.seen == 2:
+            with _watched(self._package) as found:
+                losses = run(values)
+            self._agree(found)
+            return losses
+        if step.graph is None:
+            self._capture(step, run, values)
+        else:
+            for name, value in step.values.items():
+                value.copy_(values[name])
+            step.graph.replay()
+            for parameter, gradient in step.gradients:
+                parameter.grad = gradient
+            self._gradients.put_started(step.started)
+            self.replays += 1
+        return None if step.losses is None else step.losses.clone()
+
+    def _step(self, values: Mapping[str, Tensor]) -> _Step:
+        """Return the step of these shapes, memory of parameters and parameters to train."""
+        stages = self._parameters.stages
+        state = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
+        key = (
+            tuple((name, value.shape, value.dtype) for name, value in values.items()),
+            tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in state),
+            tuple((module.training, *map(id, _hooks(module))) for stage in stages for module in stage.modules()),
+        )
+        if key not in self._steps:
+            while len(self._steps) >= KEPT:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = _Step()
+        return self._steps[key]
+
+    def _agree(self, found: Sequence[str]) -> None:
+        """Capture nothing on any rank where one can't; a collective call."""
+        flag = torch.tensor(len(found), dtype=torch.int32, device=self._device)
+        if not lone_group.is_alone():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if flag.item():
+            self.reason = found[0] if found else "another rank can't: its step waits for the device"
+            self._steps.clear()
+            self._say()
+
+    def _capture(self, step: _Step, run: Run, values: Mapping[str, Tensor]) -> None:
+        step.values = {name: value.clone() for name, value in values.items()}
+        graph: _Graph = _CudaGraph(self._pool) if self._device.type == "cuda" else _Calls()
+
+        def once() -> None:
+            step.losses = run(step.values)
+            step.started = self._gradients.started()
+
+        graph.capture(once)
+        step.graph = graph
+        parameters = [parameter for stage in self._parameters.stages for parameter in stage.parameters()]
+        step.gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of ``module``, which run when a step is captured, and not when it is replayed."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ):
+        yield from hooks.values()
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step as it was captured, with memory for what goes into it and what comes out."""
+
+    seen: int = 0
+    graph: _Graph | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+    losses: Tensor | None = None
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+
+
+class _Graph(Protocol):
+    def capture(self, run: Callable[[], None]) -> None:
+        """Keep what ``run`` does on the device, and do it."""
+
+    def replay(self) -> None:
+        """Do it again, in the same memory."""
+
+
+class _CudaGraph:
+    """Kernels and collectives of nccl, which one call starts."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = (
+            torch.cuda.CUDAGraph(),
+            pool,
+        )  # of memory, which the steps that are kept have in common
+
+    def capture(self, run: Callable[[], None]) -> None:
+        # threads of nccl ask for events meanwhile, which only a capture of one thread allows
+        with torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local"):
+            run()
+        self._graph.replay()  # capturing computes nothing
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _Calls(TorchDispatchMode):
+    """Calls of operators, whose results are written where they were the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled functions may run inside."""
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self._calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def capture(self, run: Callable[[], None]) -> None:
+        with self:
+            run()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operator, args, kwargs, first in self._calls:
+            again = operator(*args, **kwargs)
+            for then, now in zip(tree_leaves(first), tree_leaves(again), strict=True):
+                if isinstance(now, torch.ScriptObject):  # of a collective that has begun
+                    torch._C._distributed_c10d.Work.unbox(now).wait()
+                elif isinstance(now, Tensor) and now.untyped_storage()._cdata != then.untyped_storage()._cdata:
+                    if operator.namespace == "_c10d_functional":
+                        now = torch.ops._c10d_functional.wait_tensor(now)
+                    then.detach().copy_(now)
+
+
+class _Watch(TorchDispatchMode):
+    """Looks for operators whose results, or whose sizes, the host waits for."""
+
+    def __init__(self, package: str, found: list[str]) -> None:
+        super().__init__()
+        self._package, self._found = package, found
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled functions may run inside."""
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        reason = _reason(operator, args, kwargs, result)
+        if reason is not None:
+            self.found(reason)
+        return result
+
+    def found(self, what: str) -> None:
+        self._found.append(f"{what}{_line(sys._getframe(2), self._package)}")
+
+
+def _reason(operator: Any, args: Any, kwargs: Any, result: Any) -> str | None:
+    """Say why a call of an operator can't be captured."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    name = operator.overloadpacket
+    if len({each.device.type for each in (*given, *made)}) > 1:
+        return f"{name} takes or makes a tensor on the host"
+    varies = torch.Tag.dynamic_output_shape in operator.tags
+    if varies and name is torch.ops.aten.index:  # by a mask: as many elements as are true
+        varies = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+    if varies or torch.Tag.data_dependent_output in operator.tags:
+        return f"{name} waits for the device"
+    return None
+
+
+def _line(frame: FrameType | None, package: str) -> str:
+    """Say where in the emitted program ``frame`` was called."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(f"{package}."):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f", in line {frame.f_lineno} of {frame.f_globals['__name__'].removeprefix(f'{package}.')}.py"
+
+
+@contextmanager
+def _watched(package: str) -> Iterator[list[str]]:
+    """Collect what a step inside does that can't be captured."""
+    found: list[str] = []
+    mode, plain = _Watch(package, found), Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:  # reads the memory of a CPU without an operator
+        mode.found("Tensor.tolist waits for the device")
+        return plain(tensor)
+
+    Tensor.tolist = tolist  # type: ignore[assignment, method-assign]
+    try:
+        with mode:
+            yield found
+    finally:
+        Tensor.tolist = plain  # type: ignore[method-assign]
