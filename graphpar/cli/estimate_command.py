@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,28 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.cli.output import Result, print_wrapped, progress
+from graphpar.cli.parser import given_options
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cli.trace import Clock, export_file
+from graphpar.cli.trace import Clock, default_dtype, export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture_cache import CaptureCache, cache_folder
 from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.compilation import compiled
+from graphpar.passes.planning.constraints import compiles
 from graphpar.passes.planning.explain import PARTS, Formulas, formulas, in_sequence
-from graphpar.passes.planning.plan_request import on_one_device
+from graphpar.passes.planning.plan_request import on_one_device, plan_request, planned
+from graphpar.passes.planning.planned import Planned
 from graphpar.passes.planning.prices import pricing_of
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
+from graphpar.report.memory_table import memory_text
 from graphpar.report.report import compile_json, render, report_data, with_alone
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.option_kinds import SEQ, Seq
+from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.runtime.plan_record import kept_report
 from graphpar.text import count_text, indices_text
 
@@ -36,17 +44,15 @@ from graphpar.text import count_text, indices_text
 def run(options: argparse.Namespace) -> Result:
     """Price the plan that ``graphpar estimate`` was given; the result prints the report, and formulas with ``--formula``."""
     clock = Clock()
-    path, record = read_record(options.plan)
-    given = read_plan(path, record)
-    check_alone(given)
-    cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
+    asked = _asked(options)
+    cluster = asked.cluster
     with progress("tracing the model"):
         folder = None if options.no_cache else cache_folder()
-        cache = CaptureCache(options.model, folder, given.precision, given.mode, seq=given.seq)
-        program = export_file(cache.file, given.mode, given.precision, cache=cache, seq=given.seq)
+        cache = CaptureCache(options.model, folder, asked.precision, asked.mode, seq=asked.seq)
+        program = export_file(cache.file, asked.mode, asked.precision, cache=cache, seq=asked.seq)
     clock.phase("capture")
     with progress("pricing the plan"):
-        plan = validate_plan(program, given)
+        plan = asked.plan(program)
         compilation = compiled(program, plan, cluster)
         if compilation.unpriced is not None:
             raise GraphparError(compilation.unpriced)
@@ -54,7 +60,8 @@ def run(options: argparse.Namespace) -> Result:
         if plan.mesh.size > 1:
             report = with_alone(report, on_one_device(program, plan, compilation.cluster).to_json())
     clock.phase("plan")
-    report["warnings"] += _grown(path, record, report["model"]["parameters"])
+    if asked.record is not None:
+        report["warnings"] += _grown(*asked.record, report["model"]["parameters"])
     data = compile_json(report, plan, clock.seconds, None)
     del data["search"]
     if options.formula:
@@ -63,12 +70,57 @@ def run(options: argparse.Namespace) -> Result:
                 cache.file.imported(), program, plan, formulas(*pricing_of(program, plan, compilation.cluster))
             )
 
+    if options.memory and compilation.estimate is not None:
+        table = memory_text(compilation.estimate)
+        return Result(data, lambda console: print_wrapped(console, ["", *table]))
+
     def show(console: Console) -> None:
         render(report, console)
         if options.formula:
             print_wrapped(console, ["", *formula_text(data["formula"])])
 
     return Result(data, show)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be priced: how the model is traced, the hardware, and how the plan is made of the program.
+
+    ``record``: the plan's file and content, where it was read.
+    """
+
+    precision: Precision
+    mode: str | None
+    seq: Seq | None
+    cluster: Cluster | None
+    plan: Callable[[Program], Planned]
+    record: tuple[Path, dict[str, Any]] | None = None
+
+
+def _asked(options: argparse.Namespace) -> _Asked:
+    cluster = Cluster.parse(options.cluster) if options.cluster else None
+    requested = given_options(options)
+    requested.pop("cluster", None)
+    if options.plan is None:
+        pins = plan_request(**requested)  # without hardware nothing is searched
+        usual = default_dtype(options.cluster) if options.dtype is None else options.dtype
+        precision = Precision.of(usual, None, options.param_dtype, options.output_dtype, options.keep_fp32, options.fp8)
+        seq = None if options.seq is None else SEQ.check("seq", options.seq)
+
+        def plan_of(program: Program) -> Planned:
+            there = replace(pins, cluster=cluster)
+            return planned(program, replace(pins, compile=compiles(program, there, pins.schedule or "GPipe")))
+
+        return _Asked(precision, None, seq, cluster, plan_of)
+    for name in requested:
+        raise GraphparError(
+            f"{flag_of(name, options_of(Request)[name])} is decided by the plan {options.plan}; leave one of them out."
+        )
+    record = read_record(options.plan)
+    given = read_plan(*record)
+    check_alone(given)
+    plan = functools.partial(validate_plan, given=given)
+    return _Asked(given.precision, given.mode, given.seq, cluster or given.cluster, plan, record)
 
 
 def _grown(path: Path, record: dict[str, Any], parameters: int) -> list[str]:

@@ -79,6 +79,7 @@ class Estimate:
         stages, conditions, closings: for simulating the step (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
         cluster, device: the hardware it is for.
         memory_bytes: of a device.
+        headroom_bytes: of these, what the plan should leave free.
         figures: the sources of the device's figures.
     """
 
@@ -100,6 +101,7 @@ class Estimate:
     device: str
     memory_bytes: int
     figures: str
+    headroom_bytes: int = 0
     host_memory: tuple[HostMemory, ...] = ()
     host_memory_bytes: int | None = None
     optimizer: str = ADAMW.name
@@ -129,8 +131,19 @@ class Estimate:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which the fullest rank exceeds the device's memory; not positive where all fit."""
-        return max(self.peak_memory_bytes) - self.memory_bytes
+        """Bytes by which the fullest rank exceeds what it may take of the device's memory; not positive where all fit."""
+        return max(self.peak_memory_bytes) - self.room_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What a rank may take of the device's memory."""
+        return self.memory_bytes - self.headroom_bytes
+
+    @property
+    def room_text(self) -> str:
+        """What a rank may take, and why that is not all."""
+        free = f" ({bytes_text(self.memory_bytes)}, of which {bytes_text(self.headroom_bytes)} stay free)"
+        return f"{bytes_text(self.room_bytes)}{free if self.headroom_bytes else ''}"
 
     @property
     def fullest(self) -> tuple[int, tuple[int, ...]]:
@@ -151,7 +164,8 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return plain data; peaks and parts of memory are of each pp rank."""
         names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
-                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "figures")  # fmt: skip
+                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "headroom_bytes",
+                 "figures")  # fmt: skip
         data = {name: getattr(self, name) for name in names}
         return data | {
             "communication_s": dict(self.communication_s),

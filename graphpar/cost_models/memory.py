@@ -130,6 +130,17 @@ class Memory:
     slack: int = 0
     communicators: int = 0
 
+    def between_steps(self) -> Memory:
+        """Return what stays from step to step, once gradients are dropped."""
+        return self._only("parameters", "buffers", "main_copies", "optimizer", "communicators")
+
+    def after_backward(self) -> Memory:
+        """Return what there is when the optimizer's step begins."""
+        return replace(self.between_steps(), gradients=self.gradients, inputs=self.inputs)
+
+    def _only(self, *parts: str) -> Memory:
+        return Memory(**{part: getattr(self, part) for part in parts})
+
     @property
     def total(self) -> int:
         """All bytes of the rank: what the allocator reserves, and the communicators."""

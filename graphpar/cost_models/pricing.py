@@ -267,6 +267,7 @@ class Pricing:
             optimizer=self.execution.optimizer.name,
             device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
+            headroom_bytes=self.cluster.device.memory_bytes - self.cluster.room_bytes,
             host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),

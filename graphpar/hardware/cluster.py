@@ -35,7 +35,8 @@ _Record = TypeVar("_Record", Device, Link)
 class Cluster:
     """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them.
 
-    ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known.
+    ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known. ``headroom``: the share of a device's
+    memory that plans leave free.
     """
 
     nodes: int
@@ -44,12 +45,21 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     host_memory_bytes: int | None = None
+    headroom: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
         check_number("devices_per_node", self.devices_per_node, whole=True)
         if self.host_memory_bytes is not None:
             check_number("host_memory_bytes", self.host_memory_bytes, whole=True)
+        check_number("headroom", self.headroom, zero=True)
+        if self.headroom >= 1:
+            raise GraphparError(f"headroom is {self.headroom}; it must be below 1.")
+
+    @property
+    def room_bytes(self) -> int:
+        """What a plan may take of a device's memory."""
+        return int(self.device.memory_bytes * (1 - self.headroom))
 
     @property
     def size(self) -> int:
@@ -134,7 +144,15 @@ class Cluster:
             if device[name] == links[name]:
                 del device[name]
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
-        return {"nodes": self.nodes, "devices_per_node": self.devices_per_node, "device": device, **links, **host}
+        free = {"headroom": self.headroom} if self.headroom else {}
+        return {
+            "nodes": self.nodes,
+            "devices_per_node": self.devices_per_node,
+            "device": device,
+            **links,
+            **host,
+            **free,
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
@@ -150,7 +168,8 @@ class Cluster:
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         host = _whole(data.get("host_memory_bytes"))
-        return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host)
+        free = data.get("headroom", 0.0)
+        return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=free)
 
 
 def _otherwise(text: str) -> str | None:

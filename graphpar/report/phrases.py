@@ -85,8 +85,8 @@ def alone_text(data: Mapping[str, Any]) -> str:
 
 
 def peak_text(predicted: Mapping[str, Any]) -> str:
-    """Write ``71.3 GiB of 77.6 GiB (stage 0, 66.2 GiB allocated, 68.3 GiB reserved, the rest NCCL's)``; without
-    NCCL what is said first is what the allocator reserves."""
+    """Write ``71.3 GiB of 77.6 GiB (stage 0, 66.2 GiB allocated, 68.3 GiB reserved, the rest NCCL's; 6.3 GiB free)``;
+    without NCCL what is said first is what the allocator reserves."""
     peaks = predicted["peak_memory_bytes"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
@@ -94,7 +94,10 @@ def peak_text(predicted: Mapping[str, Any]) -> str:
     where.append(f"{bytes_text(allocated_bytes(predicted)[rank])} allocated")
     if nccl := predicted["memory"][rank].get("communicators"):
         where.append(f"{bytes_text(peaks[rank] - nccl)} reserved, the rest NCCL's")
-    over = "" if peaks[rank] <= predicted["memory_bytes"] else ": IT DOES NOT FIT"
+    free = predicted["memory_bytes"] - peaks[rank]
+    if predicted.get("headroom_bytes") and free >= 0:
+        where[-1] += f"; {bytes_text(free)} free"
+    over = "" if free >= 0 else ": IT DOES NOT FIT"
     return f"{bytes_text(peaks[rank])} of {bytes_text(predicted['memory_bytes'])} ({', '.join(where)}){over}"
 
 

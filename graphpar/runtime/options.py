@@ -31,6 +31,7 @@ from graphpar.runtime.option_kinds import (
     GENERATE,
     LEVEL,
     OFFLOADED,
+    PART,
     PATTERNS,
     PREFETCH,
     RECOMPUTED,
@@ -483,6 +484,11 @@ class Request(Decisions):
     top: int | Any = option(
         ANY_COUNT, f"number of other plans to show, and why they lost (default: {SHOWN})", group="output", metavar="K", beside_plan=True,
         about="how many of the other plans ``plan.found`` holds.",
+    )
+    memory_headroom: float | None = option(
+        PART, "share of a device's memory that plans leave free (default: 0.05 on GPUs)", group="devices", metavar="SHARE",
+        about="the share of a device's memory that plans leave free, for what is not predicted; by default 0.05 on GPUs, of which "
+        "communicators and the allocator's overhead are no part.",
     )
     time_limit: float | None = option(
         SECONDS, "after S seconds of search take the best plan so far; the report says how far from the best it may be", group="output",

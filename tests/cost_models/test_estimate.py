@@ -20,6 +20,7 @@ from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.passes.planning.candidates import why_not
 from graphpar.passes.planning.explain import B, S, in_sequence
+from graphpar.passes.planning.plan_request import HEADROOM
 from graphpar.report.report import render
 from graphpar.text import bytes_text
 from tests.cli.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
@@ -244,6 +245,24 @@ def test_bars_are_relative_to_the_devices_memory() -> None:
     assert len(bars) == 2 and max(bars) == 6  # of 12 blocks
 
 
+def test_plans_leave_a_share_of_memory_free() -> None:
+    program = example("gpt")
+    peak = max(gp.plan(program, small(H100, 2**40), global_batch=16).predicted.peak_memory_bytes)
+    full = small(H100, peak)
+    taken = gp.plan(program, full, global_batch=16, memory_headroom=0)
+    assert max(taken.predicted.peak_memory_bytes) == peak and taken.predicted.missing_bytes == 0
+    other = gp.plan(program, full, global_batch=16)
+    assert max(other.predicted.peak_memory_bytes) <= (1 - HEADROOM) * peak and other.cluster.headroom == HEADROOM
+    pinned = gp.plan(program, full, mesh={**taken.mesh.degrees()}, schedule=taken.schedule, microbatch_size=taken.microbatch_size,
+                     global_batch=16, recompute=taken.recompute, zero=taken.zero or None)  # fmt: skip
+    assert pinned.predicted.missing_bytes > 0
+    assert "stay free)" in " ".join(text_of(gp.partition(program, pinned).report).split())
+    assert gp.plan(program, replace(H100, headroom=0.02), mesh={"tp": 4}).cluster.headroom == 0.02
+    assert gp.plan(program, "2xCPU").cluster.headroom == 0
+    with pytest.raises(gp.GraphparError, match=r"memory_headroom is 1; it must be a share from 0 to below 1"):
+        gp.plan(program, "2xH100", memory_headroom=1)
+
+
 def test_reserved_and_allocated_memory_are_two_numbers() -> None:
     parts = gp.partition(
         example("gpt"), gp.plan(example("gpt"), gp.Cluster.parse("2xH100"), mesh={"pp": 2}, schedule="1F1B")
@@ -255,7 +274,7 @@ def test_reserved_and_allocated_memory_are_two_numbers() -> None:
     assert allocated < reserved < peak
     said = (
         f"{bytes_text(peak)} of {bytes_text(predicted['memory_bytes'])} (stage {fullest}, {bytes_text(allocated)} allocated, "
-        f"{bytes_text(reserved)} reserved, the rest NCCL's)"
+        f"{bytes_text(reserved)} reserved, the rest NCCL's; {bytes_text(predicted['memory_bytes'] - peak)} free)"
     )
     assert f"peak {said}" in " ".join(text_of(parts.report).split()) and said in html.unescape(
         parts.files["report.html"]
@@ -268,7 +287,7 @@ def test_a_pinned_plan_that_does_not_fit_warns() -> None:
     plan = gp.plan(program, small(H100, 2**20), mesh={"pp": 4})
     parts = gp.partition(program, plan)
     first = parts.report["warnings"][0]
-    said = r"This plan does not fit: stage \d needs [\d.,]+ [KM]iB of 1\.00 MiB on 4xH100-SXM-80GB, [\d.,]+ [KM]?i?B too much"
+    said = r"This plan does not fit: stage \d needs [\d.,]+ [KM]iB of 973 KiB \(1\.00 MiB, of which 51\.2 KiB stay free\) on 4xH100-SXM-80GB, [\d.,]+ [KM]?i?B too much"
     assert re.match(said, first)
     assert "IT DOES NOT FIT" in " ".join(text_of(parts.report).split()) and "does not fit" in parts.files["report.html"]
     assert "does not fit" in str(plan)
@@ -317,6 +336,22 @@ def test_estimate_is_what_compile_said(folder: Path, capsys: pytest.CaptureFixtu
     )
     assert "is for 2 devices" in message(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--cluster", "4xA100")
     assert "is for 'HeadFirst', but the program is 'GPT'" in message(capsys, "estimate", GPT, "--plan", "out")
+
+
+def test_memory_is_a_table_without_a_plan_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [HEAD_FIRST, "--mesh", "pp=2", "--cluster", "2xA100", "--batch", "8", "--microbatch-size", "2"]
+    printed = output(capsys, "estimate", *given, "--memory")
+    memory = json.loads(output(capsys, "estimate", *given, "--memory", "--json"))["predicted"]
+    peaks, rows = memory["peak_memory_bytes"], [line.split() for line in printed.splitlines()]
+    assert next(row for row in rows if row[:2] == ["A", "rank"])[-8:-6] == ["between", "steps"]
+    together = next(row for row in rows if row[:1] == ["together"])
+    assert " ".join(together[-2:]) == bytes_text(max(peaks))
+    for rank, peak in enumerate(peaks):
+        assert any(row[0] == str(rank) and " ".join(row[-2:]) == bytes_text(peak) for row in rows if row)
+    parts = memory["memory"][peaks.index(max(peaks))]
+    assert all(part.replace("_", " ") in printed for part, size in parts.items() if size)
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out")
+    assert "--mesh is decided by the plan" in message(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--mesh", "pp=2")
 
 
 @pytest.mark.costly

@@ -84,7 +84,7 @@ class StepBounds:
         if min(together) <= 0:
             return candidate.bound
         state, kept, _ = pricing.bytes.least(candidate.microbatch_size)
-        room = self.prices.cluster.device.memory_bytes * sum(1 / number for number in together)
+        room = self.prices.cluster.room_bytes * sum(1 / number for number in together)
         missing = kept - (room - state / max(together)) / (1 + ALLOCATOR_SLACK)
         if missing <= 0:
             return candidate.bound

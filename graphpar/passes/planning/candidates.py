@@ -330,7 +330,7 @@ def misfit(estimate: Estimate) -> str:
         else "a device"
     )
     need = "need" if len(stages) > 1 and len(estimate.stages) > 1 else "needs"
-    return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {bytes_text(estimate.memory_bytes)}"
+    return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {estimate.room_text}"
 
 
 def _losses(best: Estimate, other: Estimate) -> Mapping[str, float]:

@@ -326,10 +326,10 @@ def misfit_text(program: Program, pins: PlanConstraints, nearest: Priced, planne
     """Say by how much the nearest plan does not fit, on which stage, and the smallest changes that would help."""
     estimate, cluster, candidate = nearest.estimate, planner.cluster, nearest.candidate
     fullest, on = estimate.fullest
-    needed, room = estimate.peak_memory_bytes[fullest], estimate.memory_bytes
+    needed, room = estimate.peak_memory_bytes[fullest], estimate.room_text
     text = (
         f"No plan for {program.name} fits {cluster}. The nearest ({mesh_text(candidate.mesh)}, {candidate.schedule}, microbatches of "
-        f"{candidate.microbatch_size}) needs {bytes_text(needed)} on stage {'/'.join(map(str, on))}, but a device has {bytes_text(room)}: "
+        f"{candidate.microbatch_size}) needs {bytes_text(needed)} on stage {'/'.join(map(str, on))}, but a device has {room}: "
         f"{bytes_text(nearest.missing)} too much."
     )
 
@@ -426,6 +426,9 @@ def _given_up(program: Program, pins: PlanConstraints) -> Iterator[_Change]:
             replace(pins, zero=None, mesh=others | {"dp_shard": mesh["dp_replicate"]}),
             lambda found: f"dp_shard={found.mesh.dp_shard} instead of dp_replicate={mesh['dp_replicate']}",
         )
+    if pins.cluster.headroom:
+        full = replace(pins, memory_headroom=0.0, cluster=replace(pins.cluster, headroom=0.0))
+        yield _Change(full, lambda _: "memory_headroom=0")
     for axis, degree in mesh.items():
         yield _Change(
             replace(pins, mesh={other: value for other, value in mesh.items() if other != axis}),
@@ -453,7 +456,9 @@ def _other_hardware(pins: PlanConstraints, fits: Fits) -> Iterator[Remedy]:
         ),
         key=lambda each: (each.memory_bytes, each.peak("bf16")),
     )  # fmt: skip
-    with_more = [Cluster.of(each, cluster.nodes, cluster.devices_per_node) for each in others]
+    with_more = [
+        replace(Cluster.of(each, cluster.nodes, cluster.devices_per_node), headroom=cluster.headroom) for each in others
+    ]
     for kind in (larger, with_more):
         for each in kind:
             priced = fits(replace(pins, cluster=each))

@@ -114,7 +114,7 @@ class Fitting:
                     own[unit] * (savings.saved[now[unit], unit] - savings.saved[kind, unit])
                     for unit, kind in changed.items()
                 )
-                if more < most and less + spare <= _NEARLY * self.prices.cluster.device.memory_bytes:
+                if more < most and less + spare <= _NEARLY * self.prices.cluster.room_bytes:
                     choices = self._agreed(
                         candidate, pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)]
                     )

@@ -45,6 +45,9 @@ from graphpar.runtime.stages.compiled import obstacle
 from graphpar.runtime.stages.dropout import EXACT
 from graphpar.schedules.action_table import load_table, parse_table
 
+HEADROOM = 0.05
+"""The share of a GPU's memory that plans leave free: memory of published runs that say how they measure is predicted to about as much
+(docs/planning.md)."""
 Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 
 
@@ -56,6 +59,7 @@ def plan_request(cluster: Cluster | int | str | Path | None = None, **options: A
     """
     given = checked(options)
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
+    hardware = _with_headroom(hardware, given.get("memory_headroom")) if isinstance(hardware, Cluster) else hardware
     table, shard_plan, split, mesh = (given.get(name) for name in ("table", "shard_plan", "split", "mesh"))
     if isinstance(table, Path):
         table = str(load_table(table))
@@ -118,9 +122,14 @@ def _planned(program: Program, pins: PlanConstraints, show: Callable[[str], None
             return chosen
         return _priced(program, chosen, pins, pins.cluster)
     mesh = Mesh.resolve(pins.mesh, pins.devices).degrees() if pins.complete else pins.mesh
-    return search_plan(
-        program, replace(pins, cluster=pins.cluster or Cluster.of_this_machine(pins.size), mesh=mesh), show
-    )
+    cluster = pins.cluster or _with_headroom(Cluster.of_this_machine(pins.size), pins.memory_headroom)
+    return search_plan(program, replace(pins, cluster=cluster, mesh=mesh), show)
+
+
+def _with_headroom(cluster: Cluster, share: float | None) -> Cluster:
+    """Return ``cluster`` with what its plans leave free: ``share``, else what it has, else what is usual on its devices."""
+    usual = cluster.headroom or (HEADROOM if cluster.device.kind != "cpu" else 0.0)
+    return replace(cluster, headroom=usual if share is None else share)
 
 
 def _priced(program: Program, plan: Planned, pins: PlanConstraints, cluster: Cluster) -> Planned:
@@ -141,7 +150,7 @@ def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
     for kind in less:
         plan = _planned(program, replace(pins, recompute=kind))
         estimate = plan.predicted or estimate_plan(program, plan, cluster)
-        if max(estimate.peak_memory_bytes) <= estimate.memory_bytes:
+        if estimate.missing_bytes <= 0:
             return plan
     return _planned(program, replace(pins, recompute=most))
 
@@ -214,7 +223,7 @@ def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Pl
     Args:
         like: a planner of the same program, whose sharded programs are used on.
     """
-    one = Cluster(1, 1, cluster.device, cluster.intra_node, cluster.inter_node)
+    one = replace(cluster, nodes=1, devices_per_node=1, host_memory_bytes=None)
     free = program.symbolic and program.mode != GENERATE  # else each other size is a trace, or another window
     size = program.batch if program.of_one_size else given.microbatch_size  # the rows of all replicas are one trace's
     pins = PlanConstraints(
@@ -239,7 +248,7 @@ def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Pl
         estimate.step_time_s,
         best.candidate.microbatch_size,
         max(estimate.peak_memory_bytes),
-        estimate.memory_bytes,
+        estimate.room_bytes,
         best.recompute,
     )
 

@@ -270,11 +270,11 @@ class CandidatePrices:
 
     def room(self, pricing: Pricing) -> float:
         """Return the bytes of a device, and what tables of runs count twice."""
-        return pricing.bytes.room(self.cluster.device.memory_bytes)
+        return pricing.bytes.room(self.cluster.room_bytes)
 
     def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
         """Return by how many bytes each rank exceeds a device; not positive where it fits."""
-        room = self.cluster.device.memory_bytes
+        room = self.cluster.room_bytes
         return [nbytes - room for nbytes in pricing.totals(layout)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:

@@ -273,7 +273,7 @@ class Planner:
 
         ``largest``: try the largest microbatches first instead.
         """
-        room = self.cluster.device.memory_bytes
+        room = self.cluster.room_bytes
         needs = [(self.bounds.least_bytes(candidate), candidate) for candidate in self.bounded(all_degrees=True)[0]]
         promising = [
             (-candidate.microbatch_size if largest else 0, least, candidate.key, candidate)

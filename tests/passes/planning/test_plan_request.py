@@ -14,7 +14,7 @@ import torch
 
 import graphpar as gp
 from graphpar import api
-from graphpar.passes.planning.plan_request import plan_request
+from graphpar.passes.planning.plan_request import HEADROOM, plan_request
 from graphpar.passes.planning.search import Planner
 from graphpar.passes.planning.validate_plan import check_alone
 from graphpar.runtime.manifest import load_manifest
@@ -100,7 +100,9 @@ def test_names_mean_what_objects_mean(tmp_path: Path) -> None:
     assert plan == gp.plan(program, mesh={"pp": 2}, schedule="GPipe")
     assert gp.estimate(program, plan, "2xA100") == gp.estimate(program, plan, gp.Cluster.parse("2xA100"))
     (tmp_path / "own.toml").write_text('nodes = 1\ndevices_per_node = 2\ndevice = "A100"\n')
-    assert gp.plan(program, tmp_path / "own.toml", mesh="pp=2").cluster == gp.Cluster.parse("2xA100")
+    assert gp.plan(program, tmp_path / "own.toml", mesh="pp=2").cluster == replace(
+        gp.Cluster.parse("2xA100"), headroom=HEADROOM
+    )
 
 
 SEARCHED = [

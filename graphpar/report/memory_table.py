@@ -1,0 +1,56 @@
+"""What a rank holds at each moment of a step, part by part: the table of ``graphpar estimate --memory``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from graphpar.cost_models.estimates import Estimate
+from graphpar.cost_models.memory import Memory
+from graphpar.text import bytes_text, indices_text
+
+
+def memory_text(estimate: Estimate) -> list[str]:
+    """Write what the fullest rank holds at each moment of a step, part by part, and all of what each rank holds."""
+    fullest, stages = estimate.fullest
+    memory = estimate.memory[fullest]
+    moments = {
+        "between steps": Memory.between_steps,
+        "after the backward": Memory.after_backward,
+        "at the peak": lambda each: each,
+    }
+    columns = [moment(memory) for moment in moments.values()]
+    parts = [part.name for part in fields(Memory) if getattr(memory, part.name)]
+    where = (
+        ""
+        if len(estimate.memory) == 1
+        else f" with stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}, the fullest"
+    )
+    rows = [[f"A rank{where}", *moments]]
+    rows += [[f"  {part.replace('_', ' ')}", *(_bytes(getattr(each, part)) for each in columns)] for part in parts]
+    rows.append(["  together", *(bytes_text(each.total) for each in columns)])
+    rows.append([f"  free of {bytes_text(estimate.memory_bytes)}", *(_free(estimate, each) for each in columns)])
+    if len(estimate.memory) > 1:
+        rows += [["", "", "", ""], ["Each rank of pp", *moments]]
+        rows += [
+            [f"  {rank}", *(bytes_text(moment(each).total) for moment in moments.values())]
+            for rank, each in enumerate(estimate.memory)
+        ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        " "
+        + "  ".join(
+            text.ljust(width) if not column else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+    return [f" {estimate.cluster}", *(line.rstrip() for line in lines)]
+
+
+def _bytes(nbytes: int) -> str:
+    return bytes_text(nbytes) if nbytes else ""
+
+
+def _free(estimate: Estimate, memory: Memory) -> str:
+    free = estimate.memory_bytes - memory.total
+    return bytes_text(free) if free >= 0 else f"{bytes_text(-free)} too much"
