@@ -48,6 +48,13 @@ def seconds_text(value: float) -> str:
     return " ".join(_scaled(value * 1e9, _TIMES)) if value else "0 s"
 
 
+def spread_text(value: float, spread: float) -> str:
+    """``7.64 ± 0.91 s``: seconds, and by how many they may be off."""
+    number, unit = seconds_text(value).split(" ")
+    decimals = len(number.partition(".")[2])
+    return f"{number} ± {spread * 1e9 / 1000 ** _TIMES.index(unit):,.{decimals}f} {unit}"
+
+
 def rate_text(value: float, digits: int = 4) -> str:
     """``9,302``, ``18,580``, ``0.07291``: significant digits, and no exponent for many."""
     rounded = float(f"{value:.{digits}g}")

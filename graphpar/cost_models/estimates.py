@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphpar.cost_models.memory import HostMemory, Memory
+from graphpar.cost_models.spread import together
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.ir.program import ADAMW
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.order import Order
-from graphpar.text import as_page, bytes_text, seconds_text, share_text
+from graphpar.text import as_page, bytes_text, share_text, spread_text
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Estimate:
         memory_bytes: of a device.
         headroom_bytes: of these, what the plan should leave free.
         figures: the sources of the device's figures.
+        spreads_s: by how many seconds each part of the step may be off (:mod:`graphpar.cost_models.spread`).
     """
 
     step_time_s: float
@@ -106,6 +108,12 @@ class Estimate:
     host_memory_bytes: int | None = None
     optimizer: str = ADAMW.name
     blocks: tuple[BlockSeconds, ...] = ()
+    spreads_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def spread_s(self) -> float:
+        """By how many seconds the step may be off, one standard deviation."""
+        return together(self.spreads_s)
 
     @property
     def host_missing_bytes(self) -> int:
@@ -154,7 +162,7 @@ class Estimate:
     def __repr__(self) -> str:
         peak, room = max(self.peak_memory_bytes), self.memory_bytes
         return (
-            f"Estimate({seconds_text(self.step_time_s)} a step on {self.cluster}, MFU {share_text(self.mfu)}, "
+            f"Estimate({spread_text(self.step_time_s, self.spread_s)} a step on {self.cluster}, MFU {share_text(self.mfu)}, "
             f"peak {bytes_text(peak)} of {bytes_text(room)})"
         )
 
@@ -163,8 +171,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; peaks and parts of memory are of each pp rank."""
-        names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
-                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "headroom_bytes",
+        names = ("step_time_s", "spread_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s",
+                 "exposed_s", "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "headroom_bytes",
                  "figures")  # fmt: skip
         data = {name: getattr(self, name) for name in names}
         return data | {

@@ -28,6 +28,7 @@ from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
+from graphpar.cost_models.spread import spreads
 from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
@@ -271,7 +272,14 @@ class Pricing:
             host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),
+            spreads_s=spreads(parts, self._nodes),
         )
+
+    @property
+    def _nodes(self) -> dict[str, int]:
+        """Over how many nodes the ranks of each axis are spread."""
+        crossed = {axis: self.network.group_of_axes(self.mesh, [axis]).nodes for axis in self.mesh.degrees()}
+        return crossed | {"pp": self.network.boundary(self.mesh).nodes}
 
     def _blocks(self, layout: Layout) -> tuple[BlockSeconds, ...]:
         named: dict[tuple[float, float], list[str]] = {}

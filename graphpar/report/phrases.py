@@ -23,6 +23,7 @@ from graphpar.text import (
     rate_text,
     seconds_text,
     share_text,
+    spread_text,
 )
 
 _LEAST = 1e-3
@@ -63,7 +64,7 @@ def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
         rate = f", {rate_text(made)} tokens a second with a full cache"
     bubble = f" · bubble {share_text(predicted['bubble_fraction'])}" if data["mesh"]["pp"] > 1 else ""
     return (
-        f"{seconds_text(predicted['step_time_s'])} {STEPS[data['mode']]}{rate}{where} · "
+        f"{spread_text(predicted['step_time_s'], predicted.get('spread_s', 0.0))} {STEPS[data['mode']]}{rate}{where} · "
         f"{share_text(predicted['mfu'])} MFU{bubble} · peak {peak_text(predicted)}"
     )
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.spread import of_difference
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import Recompute
+from graphpar.runtime.option_kinds import SHOWN, Recompute
 from graphpar.runtime.options import Decisions, options_of
 from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.text import bytes_text, plural, seconds_text, share_text
@@ -125,6 +126,21 @@ class Priced:
         return self.estimate.step_time_s, *self.candidate.key
 
 
+def surest_first(ranked: Sequence[Priced]) -> list[Priced]:
+    """Return plans, the fastest first, but before them the one that takes the least where its price is off by its spread, of those that
+    are as fast as the first within what prices are known to. Only the best few count, which a search has whatever it shows."""
+    if not ranked:
+        return []
+    first = ranked[0].estimate
+    equal = [
+        each
+        for each in ranked[: SHOWN + 1]
+        if each.estimate.step_time_s - first.step_time_s <= of_difference(each.estimate.spreads_s, first.spreads_s)
+    ]
+    surest = min(equal, key=lambda each: (each.estimate.step_time_s + each.estimate.spread_s, *each.rank_key))
+    return [surest, *(each for each in ranked if each is not surest)]
+
+
 @dataclass(frozen=True)
 class Point:
     """A priced plan in short: its step time in seconds, and the peak of its fullest rank in bytes."""
@@ -221,7 +237,8 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        best: the fastest candidate that fits; None where none does.
+        best: the fastest candidate that fits, or one that is as fast within what prices are known to, and known better; None where none
+            does.
         alternatives: the best candidates of other meshes, fastest first; those nearest to fitting where ``best`` is None.
         priced: how many candidates were simulated.
         infeasible: how many candidates are illegal or don't fit.
@@ -314,6 +331,8 @@ def why_not(best: Estimate | None, other: Estimate) -> str:
         return misfit(other)
     if best is None:
         return ""
+    if other.step_time_s < best.step_time_s and other.spread_s > best.spread_s:
+        return f"known to {seconds_text(other.spread_s)} only, not to {seconds_text(best.spread_s)}"
     losses = _losses(best, other)
     part = max(losses, key=losses.__getitem__)
     if losses[part] <= _LEAST * other.step_time_s:

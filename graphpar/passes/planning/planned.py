@@ -13,7 +13,7 @@ from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SearchResult
 from graphpar.passes.rank_passes import Seen
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
-from graphpar.text import seconds_text
+from graphpar.text import spread_text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -47,7 +47,7 @@ class Planned(Plan):
     def __repr__(self) -> str:
         if self.predicted is None:
             return repr(self.plan)
-        step = f"{seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
+        step = f"{spread_text(self.predicted.step_time_s, self.predicted.spread_s)} a step on {self.predicted.cluster}"
         return f"{repr(self.plan).removesuffix(')')}, {step})"
 
 

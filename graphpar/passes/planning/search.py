@@ -23,6 +23,7 @@ from graphpar.passes.planning.candidates import (
     Priced,
     SearchResult,
     Tried,
+    surest_first,
 )
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.fitting import Fitting
@@ -125,6 +126,7 @@ class Planner:
     ) -> None:
         self.program = with_dropout(program, pins.dropout or program.dropout)
         self.shown, self.limit_s = SHOWN if pins.top is None else pins.top, pins.time_limit
+        self._settled = max(self.shown, SHOWN)  # so that the plan does not depend on how many are shown
         self.show = show or (lambda text: None)
         self.space = Space(self.program, pins)
         self.cluster = self.space.cluster
@@ -292,7 +294,7 @@ class Planner:
         every = self.space.all
         self._useless -= set(found.expanded)
         self._unsolved -= set(found.expanded)
-        ranked, hopeless = self._ranked(found), found.hopeless
+        ranked, hopeless = surest_first(self._ranked(found)), found.hopeless
         # Simulating few microbatches underestimates some.
         misfits = found.misfits + [each for each in found.exact if not each.fits]
         if not ranked:
@@ -347,7 +349,7 @@ class Planner:
         if now - found.shown_at > SHOWN_EVERY_S:
             self.show(found.text(len(found.able)))
             found.shown_at = now
-        if prune and found.times[self.shown :] and bound > found.times[self.shown]:
+        if prune and found.times[self._settled :] and bound > found.times[self._settled]:
             heap.clear()
             return False
         if level == _DOUBTFUL:
