@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import singledispatch
 from html import escape
@@ -165,6 +165,12 @@ def short_names(parameters: Sequence[str]) -> dict[str, str]:
 def is_below(name: str, path: str) -> bool:
     """Whether a module or parameter is in the module ``path``: ``layers.1.weight`` in ``layers.1``, which ``layers.11`` is not."""
     return name.startswith(f"{path}.")
+
+
+def paths_above(name: str) -> Iterator[str]:
+    """Yield the paths of the modules that a module or parameter is in, the innermost first."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def is_at_or_below(name: str, path: str) -> bool:

@@ -19,7 +19,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.outline import Region, block_names, prepare, rebuilt, regions_of
-from graphpar.text import is_at_or_below, is_below, matching
+from graphpar.text import is_at_or_below, is_below, matching, paths_above
 
 _LEAST, _MOST = 0.1, 0.3
 """Modules with less than the first share of the parameters that no block has are no unit of their own; one with more than the second is
@@ -54,9 +54,12 @@ def with_own_units(
 def unit_of_each(program: Program, stage: Stage, patterns: Sequence[str] | None = None) -> dict[str, Group]:
     """Return the unit of each parameter of ``stage`` that is not gathered with the stage."""
     ((groups, _),) = _of_stages(program, [stage], patterns)
-    return {
-        name: group for group in groups for name in program.parameters if any(is_below(name, path) for path in group)
-    }
+    places = {path: place for place, group in enumerate(groups) for path in group}
+    found: dict[int, list[str]] = {}
+    for name in program.parameters:
+        for place in sorted({places[path] for path in paths_above(name) if path in places}):
+            found.setdefault(place, []).append(name)
+    return {name: groups[place] for place in sorted(found) for name in found[place]}
 
 
 def _of_stages(

@@ -15,6 +15,7 @@ from graphpar.ir.program import Program, operator_name
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import is_inplace, written_operands
+from graphpar.text import paths_above
 
 _VIEWS = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS, Kind.COPY}
 
@@ -41,18 +42,17 @@ def written_buffers_of(program: Program) -> WrittenBuffers:
     found: dict[str, BufferUses] = {}
     memory: dict[fx.Node, str] = {}
     several: dict[fx.Node, dict[int, str]] = {}  # calls of blocks with several results
+    owners = {path for name in program.buffers for path in paths_above(name)}
     for node in program.graph.nodes:
         if node.op == "get_attr":
             if str(node.target) in program.buffers:
                 memory[node] = program.tie_of(str(node.target))[0]
             continue
         if node.op == "call_module":
-            block = _Block(
-                program.block_of(node).graph,
-                f"{node.target}.",
-                [memory.get(a) for a in node.args if isinstance(a, fx.Node)],
-                program,
-            )
+            given = [memory.get(a) for a in node.args if isinstance(a, fx.Node)]
+            if not any(given) and str(node.target) not in owners:
+                continue
+            block = _Block(program.block_of(node).graph, f"{node.target}.", given, program)
             _note(found, node, block.used, block.written)
             several[node] = block.results
             if 0 in block.results and not block.several:

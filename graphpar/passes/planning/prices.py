@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from graphpar.cost_models.bf16_estimate import halved
 from graphpar.cost_models.estimates import Estimate, Layout
@@ -172,8 +173,12 @@ class CandidatePrices:
     def run_of(self, candidate: Candidate) -> Execution:
         """Say how ranks run a candidate, but for what they recompute."""
         given = replace(self.space.pins, **candidate.decisions)
-        run = execution_of(self.program, given, candidate.mesh.pp, self.cluster)
+        run = execution_of(self.program, given, candidate.mesh.pp, self.cluster, self._gather_bytes)
         return replace(run, joined=self._joined(candidate))
+
+    @cached_property
+    def _gather_bytes(self) -> int | None:
+        return gather_bytes(self.program)
 
     @staticmethod
     def _joined(candidate: Candidate) -> bool:
@@ -304,13 +309,18 @@ class CandidatePrices:
         return (0,) if stages == 1 else self.balanced(candidate, stages)
 
 
-def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster) -> Execution:
-    """Say how ranks run ``program`` over ``pp`` stages as decided, but for what they recompute; what is gathered before a unit computes
-    stays beside it. Where devices are their own hosts nothing is offloaded."""
-    prefetch, distance = prefetching(pp, given.zero, given.reshard, given.prefetch, given.prefetch_distance)
+def gather_bytes(program: Program) -> int | None:
+    """Return the bytes of an element of the parameters that are gathered; None: those of each parameter's own dtype."""
     gathered = gather_dtype(program, program.parameters.keys() - read_otherwise(program))
+    return None if gathered is None else gathered.itemsize
+
+
+def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster, gathered: int | None) -> Execution:
+    """Say how ranks run ``program`` over ``pp`` stages as decided, but for what they recompute; what is gathered before a unit computes
+    stays beside it. Where devices are their own hosts nothing is offloaded. ``gathered``: :func:`gather_bytes` of it."""
+    prefetch, distance = prefetching(pp, given.zero, given.reshard, given.prefetch, given.prefetch_distance)
     return Execution(
-        gather_bytes=None if gathered is None else gathered.itemsize,
+        gather_bytes=gathered,
         reduce_bytes=None if given.reduce_dtype is None else DTYPES[given.reduce_dtype].itemsize,
         copies_gradients=True,
         joined=True,
@@ -353,7 +363,7 @@ def pricing_of(
     program = with_dropout(program, plan.dropout)
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    execution = execution or execution_of(program, plan, plan.mesh.pp, cluster)
+    execution = execution or execution_of(program, plan, plan.mesh.pp, cluster, gather_bytes(program))
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
