@@ -100,6 +100,22 @@ def _checked_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _parsed_room(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise GraphparError(f"{text!r} is not a number.") from None
+    if not 1 <= value < math.inf:
+        raise GraphparError(f"it is {text}; it must be a number from 1.")
+    return value
+
+
+def _checked_room(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 1 <= value < math.inf:
+        raise GraphparError(f"{name} is {value!r}; it must be a number from 1.")
+    return float(value)
+
+
 def one_of(choices: Sequence[Any], name: str, value: Any, more: str = "") -> Any:
     """Return ``value``, which must be one of ``choices``; ``more``: what else it may be, in words.
 
@@ -303,6 +319,7 @@ RECOMPUTED = Kind(checked_recompute, (str, dict), read=_read_recompute)
 OFFLOADED = Kind(_checked_offload, (list,))
 ANY_COUNT = Kind(lambda name, value: whole_number(name, value, 0), (int,), _parsed_count)
 SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
+ROOM = Kind(_checked_room, (float,), _parsed_room)
 SPLIT = Kind(_any, read=_read_split)
 PATTERNS = Kind(_checked_patterns, (list,))
 """Patterns over paths of modules."""

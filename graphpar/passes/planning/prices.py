@@ -158,6 +158,7 @@ class CandidatePrices:
                     pins.sp,
                     pins.loss_parallel,
                     pins.loss_chunk or 0,
+                    pins.expert_room,
                 )
             except GraphparError as error:
                 self._sharded[key] = None

@@ -246,6 +246,7 @@ class Gradients:
         self.device = device
         self._rank = groups.rank
         self.microbatches = program.microbatches
+        aside = program.scales_loss or program.expert_room is not None  # what a step adds may have to be dropped
         everyone = counts_of_copies(parameters.stages, program, groups)
         self.counted: list[nn.Parameter] = []
         """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
@@ -267,7 +268,7 @@ class Gradients:
                 beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
                 reduced = bool(set(axes) & set(REPLICAS))
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
-            if copies and (elsewhere or len(copies) > 1 or parameters.units or program.scales_loss or alike):
+            if copies and (elsewhere or len(copies) > 1 or parameters.units or aside or alike):
                 sums[key].partials.append(_Partial(copies, name, alike))
             replicated = [
                 axis for axis, kind in spec.items() if not isinstance(kind, Shard) and axis not in parameters.divides
@@ -360,6 +361,26 @@ class Gradients:
                 self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
         if accumulate and self._refusal is None:
             self._refusal = register_optimizer_step_pre_hook(self._refuse)
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether steps have left gradients that are not reduced, to which the next one adds."""
+        return self._refusal is not None
+
+    def again(self, accumulate: bool) -> None:
+        """Drop the gradients of a step that is computed again, which has not added to those of others; a collective call.
+
+        All ranks wait for the same sums: those that the backward starts.
+        """
+        queue = list(itertools.takewhile(lambda bucket: bucket.early, [*self._of_units, *self._buckets]))
+        for at in range(self._sent, len(queue)):
+            _send(queue, at)
+        for bucket in queue:
+            bucket.settle()
+        for parameter in self._held:
+            if parameter.requires_grad:
+                parameter.grad = None
+        self.take(accumulate)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step of an optimizer of ours while gradients are not reduced: each rank would make another."""
