@@ -432,10 +432,12 @@ def _fusible(node: fx.Node) -> bool:
 
 
 def _room_of(moved: fx.Node) -> float:
-    """Return for how many times the rows there is room where rows are sent to experts and back: of what is sent all is, with padding."""
-    offs, room = moved.args[2].args[0], 1.0  # type: ignore[union-attr, index]
-    for divided in (moved.args[2], offs.args[-1] if offs.target is own_offsets else None):  # type: ignore[union-attr]
-        room *= float(divided.kwargs.get("room", 1.0)) if isinstance(divided, fx.Node) else 1.0  # type: ignore[arg-type]
+    """Return for how many times its rows a tensor that is sent has room: padding is sent too."""
+    room, divided = 1.0, moved.args[2] if operator_name(moved) in ("send_rows", "return_rows") else None
+    while isinstance(divided, fx.Node):  # exchange_of(own_offsets(offs, axis, rank_ends(...)), ...)
+        room *= float(divided.kwargs.get("room", 1.0))  # type: ignore[arg-type]
+        offs = divided.args[0]
+        divided = offs.args[-1] if isinstance(offs, fx.Node) and offs.target is own_offsets else None
     return room
 
 

@@ -309,7 +309,7 @@ class Pipeline(Stored):
     def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
         self._parameters.begin_step()
-        adds = self._gradients.accumulated
+        adds = self.program.fully_sharded and self._gradients.accumulated
         self._gradients.take(accumulate)
 
         def compute() -> Tensor | None:
@@ -325,7 +325,7 @@ class Pipeline(Stored):
 
         for balance in self._balances:
             balance.begin_batch()
-        if adds:  # to gradients that a second time could not be told from its own
+        if adds:  # to gradients that FSDP2 has, and that could not be told from its own
             with self._room.waiting():
                 loss = compute()
         else:

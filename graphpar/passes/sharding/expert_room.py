@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
@@ -33,8 +33,6 @@ _BY_NUMBER = (
     collectives.without_padding,
 )
 """Functions that know which rows are padding."""
-_SUMS = ("index_add", "sum")
-"""Operators that add up rows."""
 
 
 def divides_rows(program: Program) -> bool:
@@ -74,7 +72,8 @@ def _with_room(source: fx.Graph, room: float) -> fx.Graph:
             first.prepend(node)  # now what it is to have room for has been computed
             rows = first.args[0]
             assert isinstance(rows, fx.Node)
-            rows.meta.setdefault("name", "rows")
+            if operator_name(rows) == "index":
+                rows.meta.setdefault("name", "rows")
             held = 1.0 if _is_rows(rows) else room  # those that a rank has taken have room for them already
             node.args, node.kwargs = (*node.args, rows), {"room": held}
             ends[node.args[:2]] = node
@@ -93,19 +92,18 @@ def _set_padding_to_zero(node: fx.Node) -> None:
     rows = [operand for operand in operands if _is_rows(operand)]
     if not rows or not results_of(node) or record_of(node).kind is Kind.GROUPED:
         return
-    others = [operand for operand in operands if operand not in rows and value_of(operand).is_floating_point()]
-    stays = _is_rows(node) or isinstance(value_of(node), tuple | list)
-    if stays and not others:
-        return
-    if not stays and operator_name(node) not in _SUMS:
+    alone = all(operand in rows or not value_of(operand).is_floating_point() for operand in operands)
+    if not (_is_rows(node) if isinstance(value_of(node), Tensor) else alone):
         raise GraphparError(
             f"expert_room: {operator_name(node)}{where(node)} takes the rows of a rank's experts together, and would take the padding "
             "behind them too; leave expert_room out, or divide the experts over dp_expert alone."
         )
+    if alone:
+        return
     for operand in rows:
         if value_of(operand).is_floating_point():
             node.replace_input_with(operand, _without_padding(operand, operand))
-    if stays and any(user.target not in (collectives.send_rows, *_DIVIDED) for user in node.users):
+    if any(user.target not in (collectives.send_rows, *_DIVIDED) for user in node.users):
         made = _without_padding(node, rows[0])
         node.replace_all_uses_with(made, lambda user: user is not made)
 

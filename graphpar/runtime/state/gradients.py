@@ -283,6 +283,10 @@ class Gradients:
         self._sums = sorted(sums.values(), key=lambda total: not total.early)
         self._held = {copy for copies in (*held.values(), *parameters.updated.values()) for copy in copies}
         self._refusal: RemovableHandle | None = None  # while there are gradients that are not reduced
+        self._may_repeat = program.expert_room is not None
+        self._unreduced: dict[
+            nn.Parameter, Tensor
+        ] = {}  # copies of those of steps before, while a step may be repeated
         self._kept: list[
             tuple[nn.Parameter, Tensor, bool]
         ] = []  # parameters, their gradients, whether those stand for others
@@ -342,6 +346,8 @@ class Gradients:
                 partials = [trained[i] for i in indices]
                 dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
                 self._buckets.append(_Bucket(total.group, self.device, partials, total.early, dtype))
+        if self._may_repeat:
+            self._unreduced = {each: each.grad.clone() for each in self._held if each.grad is not None}
         self._of_units = [
             _UnitBucket(
                 group,
@@ -368,7 +374,7 @@ class Gradients:
         return self._refusal is not None
 
     def again(self, accumulate: bool) -> None:
-        """Drop the gradients of a step that is computed again, which has not added to those of others; a collective call.
+        """Drop the gradients of a step that is computed again; a collective call.
 
         All ranks wait for the same sums: those that the backward starts.
         """
@@ -379,7 +385,7 @@ class Gradients:
             bucket.settle()
         for parameter in self._held:
             if parameter.requires_grad:
-                parameter.grad = None
+                parameter.grad = self._unreduced.get(parameter)
         self.take(accumulate)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -391,6 +397,7 @@ class Gradients:
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """After a step that is not finished: let each of ``parameters`` have a gradient, without memory where it is elsewhere, so that
         it is seen when someone drops them."""
+        self._unreduced = {}
         self._trained = {parameter for parameter in self._held if parameter.requires_grad}
         for parameter in parameters:
             if (stands := parameter.grad is None) and parameter.requires_grad:
@@ -511,7 +518,7 @@ class Gradients:
         Returns:
             Whether all of them are finite, on all ranks, where the loss is scaled. If not, none is given to any parameter.
         """
-        self._to_come = {}
+        self._to_come, self._unreduced = {}, {}
         self._complete(self._of_units, self._sent)
         for partial in self._alone:
             partial.total = partial.take_part()
