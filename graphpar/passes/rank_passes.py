@@ -111,7 +111,7 @@ FINISHING = (
     ),
     RankPass(
         "expert_room", "graphpar.passes.sharding.expert_room", ("exchange_experts",),
-        "rows of experts have room that does not depend on their number, if it is asked for",
+        "rows of experts have room that does not depend on their number, if it is pinned",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_room(program, sharding.expert_room),
     ),

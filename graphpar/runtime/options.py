@@ -254,11 +254,6 @@ def _legal_expert_room(room: float, given: Decisions, mesh: Mesh, mode: str) -> 
         raise GraphparError(
             "expert_room is for training and inference; generation computes a token at a time, so leave it out."
         )
-    if mesh.dp_expert * mesh.ep * mesh.tp * mesh.cp == 1:
-        raise GraphparError(
-            f"expert_room={room} is room for the rows of a rank's experts, but mesh {mesh.text} divides no experts; give mesh dp_expert=2 "
-            "or more, or ep=2, or leave it out."
-        )
 
 
 def _legal_seq(seq: Seq, given: Decisions, mesh: Mesh, mode: str) -> None:
@@ -404,11 +399,11 @@ class Decisions:
         'several, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload, over=("dp_shard",),
     )
     expert_room: float | None = option(
-        ROOM, "room for F times the mean number of rows of a rank's experts, so that no layer waits for the device; steps with more rows "
-        "are computed again (default: exact room, for which each layer waits)", group="pins", metavar="F",
-        about="room for so many times the mean number of rows of a rank's experts, 1 or more, so that no layer waits for the device. "
-        "A step in which a rank has more rows is computed again with exact room, so results are the same. By default each layer with "
-        "divided experts waits for the number of its rows.", legal=_legal_expert_room, over=("dp_expert",),
+        ROOM, "room for F times the mean number of rows of a rank's experts, so that no layer waits for the device; batches with more "
+        "are computed again (default: exact sizes, for which each layer waits)", group="pins", metavar="F",
+        about="room for this number of times the mean rows of a rank's experts, 1 or more, so that no layer waits for the device. A batch "
+        "in which a rank has more rows is computed again with exact sizes, so results are the same. By default each layer with divided "
+        "experts waits for the number of its rows.", legal=_legal_expert_room,
     )
     compile: bool | None = option(
         EITHER, "torch.compile compiles the blocks of the program, which are priced with fused operators, or not (default: on GPUs, where "
