@@ -44,7 +44,7 @@ _round_apart = False
 
 
 _lacking: Tensor | None = None
-"""Where it is noted that rows had no room; ``None``: nobody looks, so room is made for all rows, which waits for the device."""
+"""Is set where rows have no room; ``None``: nothing reads it, so all rows have room, which waits for the device."""
 
 
 def bind(groups: Mapping[str, ProcessGroup | None], round_apart: bool = False) -> None:
@@ -282,13 +282,13 @@ def channel_batch_norm(
     return result
 
 
-# Rows that are sorted by expert. ``offs`` [experts]: where each expert's rows end. Functions with ``room`` do not wait for
-# the device: tensors have room for so many times the mean number of rows of a rank, rounded up, and padding behind them.
+# Rows that are sorted by expert. ``offs`` [experts]: where each expert's rows end. Functions with ``room`` do not wait
+# for the device: tensors have room for ``room`` times the mean number of rows of a rank, and padding behind these.
 
 
 class OwnRows(NamedTuple):
-    """Which of ``whole`` rows are those of a rank's experts, on the device: from ``begin`` to ``end``, of which there is
-    room for ``room``."""
+    """Which of ``whole`` rows are those of a rank's experts: from ``begin`` to ``end``, both on the device. There is
+    room for ``room`` of them."""
 
     begin: Tensor
     end: Tensor
@@ -297,7 +297,8 @@ class OwnRows(NamedTuple):
 
 
 def rank_ends(offs: Tensor, axis: str, rows: Tensor | None = None, room: float | None = None) -> list[int] | OwnRows:
-    """Compute where the rows of each rank's experts end. [experts] -> k; with ``room`` for this rank's of ``rows`` [n, ...].
+    """Compute where the rows of each rank's experts end. [experts] -> k; with ``room`` for this rank's of ``rows``
+    [n, ...].
 
     Without it waits for the device, so it is called once for all tensors with these rows.
     """

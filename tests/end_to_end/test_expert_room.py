@@ -14,8 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graphpar as gp
+from graphpar.cost_models.activation_memory import Activations
+from graphpar.cost_models.workload import Works
+from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program
+from graphpar.ir.program import Program, value_of
+from graphpar.passes.normalize.functional import copied
+from graphpar.passes.sharding.expert_room import with_room
+from graphpar.passes.split import split
+from graphpar.runtime.layout import P
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.options import Decisions, check_decisions
 from graphpar.verification import verify_all
 from tests.ranks import expert_room_script as script
 from tests.tools.programs import example
@@ -132,9 +142,46 @@ def test_batches_are_computed_again_beside_every_other_axis() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mesh", "sent"), [({"dp_expert": 2}, 1.5), ({"dp_expert": 2, "ep": 2}, 1.5), ({"ep": 2}, 1.0)], ids=str
+)
+def test_messages_and_memory_count_the_room_and_products_the_mean_rows(mesh: dict[str, int], sent: float) -> None:
+    found = []
+    for room in (None, 1.5):
+        local = gp.plan(example("mixtral"), mesh=mesh, expert_room=room).sharded.local
+        works, (block,) = Works(local, Mesh(**mesh).degrees()), local.blocks.values()
+        rows = [row for node in block.graph.nodes for row in works.collectives(node, block.name)]
+        moved = sum(row.nbytes.at(4) for row in rows if row.kind == "all-to-all" and row.axis == "dp_expert")
+        others = sum(row.nbytes.at(4) for row in rows if row.axis != "dp_expert")
+        (stage,) = split(local, [])
+        kept = Activations(local, Mesh(**mesh).degrees(), even_experts=True).reach(stage, 4).inside
+        products = works.block(block).flops(4)
+        found.append((moved, others, products, kept))
+
+    (moved, others, products, kept), (moved_with_room, others_with_room, products_with_room, kept_with_room) = found
+    assert moved_with_room == pytest.approx(sent * moved) and others_with_room == others
+    assert products_with_room == products
+    assert kept < kept_with_room < 1.5 * kept
+
+
+@pytest.mark.parametrize("axis", ["ep"])
+def test_an_operator_that_combines_the_rows_of_experts_is_refused(axis: str) -> None:
+    local = gp.plan(example("mixtral"), mesh={axis: 2}).sharded.local
+    ((name, block),) = local.blocks.items()
+    graph = copied(block.graph)
+    for node, source in zip(graph.nodes, block.graph.nodes):
+        node.meta = dict(source.meta)
+    rows = next(node for node in graph.nodes if node.target is collectives.expert_sums).args[0]
+    with graph.inserting_after(rows):
+        total = graph.call_function(torch.ops.aten.sum.dim_IntList, (rows, [0]))
+    total.meta = {"val": value_of(rows)[0], "types": {axis: P}}
+    with pytest.raises(GraphparError, match=r"sum.* takes the rows of a rank's experts together"):
+        with_room(replace(local, blocks={name: replace(block, graph=graph)}), 1.5)
+
+
+@pytest.mark.parametrize(
     ("model", "pins", "message"),
     [
-        ("mixtral", {"mesh": {"dp_replicate": 2}}, "divides no experts; give mesh dp_expert=2"),
+        ("mixtral", {"mesh": {"dp_replicate": 2}}, "has no rows sorted by expert that are divided"),
         ("mixtral", {"mesh": {"tp": 2}}, "has no rows sorted by expert that are divided"),
         ("gpt", {"mesh": {"tp": 2}}, "has no rows sorted by expert that are divided"),
         ("mixtral", {"mesh": {"ep": 2}, "expert_room": 0.9}, "must be a number from 1"),
@@ -144,3 +191,8 @@ def test_batches_are_computed_again_beside_every_other_axis() -> None:
 def test_room_without_divided_rows_is_refused(model: str, pins: dict[str, Any], message: str) -> None:
     with pytest.raises(GraphparError, match=message):
         gp.plan(example(model), **{"expert_room": 1.25, **pins})
+
+
+def test_room_for_generation_is_refused() -> None:
+    with pytest.raises(GraphparError, match="expert_room is for training and inference"):
+        check_decisions(Decisions(expert_room=1.25), Mesh(ep=2), GENERATE)
