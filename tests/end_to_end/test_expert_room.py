@@ -26,6 +26,7 @@ from graphpar.runtime.layout import P
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.options import Decisions, check_decisions
+from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES
 from graphpar.verification import verify_all
 from tests.ranks import expert_room_script as script
 from tests.tools.programs import example
@@ -117,6 +118,19 @@ def test_rows_that_are_left_out_without_a_word_are_found(
 
     found = trained({"a fault skewed": replace(parts, files=files)}, tmp_path, pool)["a fault skewed"]
     assert found["repeated"] == 0 and differ(found, "skewed")
+
+
+@pytest.mark.costly
+@pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch loses collectives in what it compiles")
+@pytest.mark.parametrize("axis", ["dp_expert", "ep"])
+@pytest.mark.sampled(1 / 2)
+def test_compiled_programs_notice_what_has_no_room(axis: str, tmp_path: Path, pool: RankPool) -> None:
+    programs = {f"compiled {kind}": made({axis: 2}, 1.5) for kind in ("balanced", "skewed")}
+
+    for name, found in trained(programs, tmp_path, pool).items():
+        kind = name.removeprefix("compiled ")
+        assert not differ(found, kind), name
+        assert found["repeated"] == (script.STEPS + 1) * (kind == "skewed"), name
 
 
 PLANS: tuple[dict[str, Any], ...] = (

@@ -230,6 +230,7 @@ def test_a_file_leaves_out_what_is_as_usual() -> None:
         *(
             "allow_batch_coupling",
             "dp_mean",
+            "expert_room",
             "dropout",
             "zero1_by",
             "reshard",
