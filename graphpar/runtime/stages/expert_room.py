@@ -1,4 +1,4 @@
-"""Batches whose rows of experts have more room or less than they need: computed without a wait for the device, or again with it.
+"""Programs with ``expert_room``: a batch is computed without a wait in each layer, and again with one if rows had no room.
 
 collectives.note_lacking(flag) ──► forward and backward ──► the flag's maximum over all ranks, read once
                                                               0: that is the batch
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ExpertRoom:
-    """Runs batches of a program with ``expert_room``; of another as they are.
+    """Runs batches; those of a program without ``expert_room`` once, as usual.
 
     Attributes:
         repeated: how many batches were computed again.
@@ -40,7 +40,7 @@ class ExpertRoom:
             self._collectives.note_lacking(self._lacking)
 
     def run(self, compute: Callable[[], T], forget: Callable[[], None]) -> T:
-        """Compute a batch, and once more with room for all rows where a rank had too little; a collective call, which waits for the device.
+        """Compute a batch, and once more with room for all rows if a rank had too little; a collective call, which waits for the device.
 
         Args:
             forget: is called before the second time; it forgets all that the first has left but buffers.
