@@ -22,7 +22,7 @@ from graphpar.codegen.sources import bound
 
 WHOLE = ("kv_cache", "recomputation", "gathering")
 """Modules that are copied as they are."""
-ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
+ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters", "note_lacking")}
 """What the runtime and ``check`` use of a module, by its name."""
 
 

@@ -6,6 +6,7 @@ known only at run time, custom functions, and sharded random streams.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,25 +175,33 @@ def _piece(dim: int, axis: str, parts: tuple[int, ...]) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Even:
-    """Replaces the ends of each rank's rows, or how they are exchanged: every rank has the same number."""
+    """Replaces the ends of each rank's rows, or how they are exchanged: every rank has the same number, or ``room`` times it."""
 
     rows: int = field(default=0)
     offsets: Tensor | None = None
     order: Tensor | None = None
+    places: Tensor | None = None
+    rows_sent: Tensor | None = None
+    room: float | None = None
+
+    def held(self, rows: int, axis: str) -> int:
+        """How many of all rows a rank has."""
+        return min(rows, math.ceil(rows * (self.room or 1) / collectives.size(axis)))
 
 
-def _rank_ends(even: bool, offs: Tensor, axis: str) -> _Even:
-    if not even:
+def _rank_ends(even: bool, offs: Tensor, axis: str, rows: Tensor | None = None, room: float | None = None) -> _Even:
+    if not even and room is None:
         raise GraphparError(
             "How many rows the experts of a rank get is known only when the program runs, and so is its memory. "
             "Set even_experts to assume that every rank gets the same number."
         )
-    return _Even()
+    return _Even(room=room)
 
 
 def _expert_rows(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
     ends.rows = x.size(0)
-    return x.narrow(0, 0, -(-x.size(0) // collectives.size(axis)))
+    own = x.narrow(0, 0, ends.held(x.size(0), axis))
+    return own if ends.room is None else own.clone()
 
 
 def _expert_sums(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
@@ -200,37 +209,55 @@ def _expert_sums(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1) + [0, ends.rows - x.size(0)])
 
 
-def _exchange_of(even: bool, offs: Tensor, axis: str) -> _Even:
+def _without_padding(even: bool, x: Tensor, ends: _Even) -> Tensor:
+    return x.where(x.new_empty(x.size(0), dtype=torch.bool).view(-1, *[1] * (x.ndim - 1)), 0)
+
+
+def _exchange_of(even: bool, offs: Tensor, axis: str, rows: Tensor | None = None, room: float | None = None) -> _Even:
     own = offs.size(0) // collectives.size(axis)
-    return replace(_rank_ends(even, offs, axis), offsets=offs.new_empty(own))
+    return replace(_rank_ends(even, offs, axis, rows, room), offsets=offs.new_empty(own))
 
 
-def _moved_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
-    """As many rows come as go; the order of those that came is kept, and a second tensor is there while they are put in order."""
+def _sent_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
+    """As many rows come as go, or as there is room for; the order of those that came is kept, and with room the places of both."""
     if exchange.order is None:
-        exchange.order = x.new_empty(x.size(0), dtype=torch.int64)
-    return _Moved.apply(x, exchange.order)  # type: ignore[no-any-return]
+        came = x.size(0) if exchange.room is None else collectives.size(axis) * exchange.held(x.size(0), axis)
+        exchange.order = exchange.places = x.new_empty(came, dtype=torch.int64)
+        if exchange.room is not None:
+            exchange.rows_sent = torch.empty_like(exchange.order)
+            exchange.places = x.new_empty(x.size(0), dtype=torch.int64)
+    return _Moved.apply(x, exchange.order, exchange)  # type: ignore[no-any-return]
+
+
+def _returned_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
+    assert exchange.places is not None, "rows return before any were sent"
+    return _Moved.apply(x, exchange.places, exchange)  # type: ignore[no-any-return]
 
 
 class _Moved(torch.autograd.Function):
-    """Keeps the order, for the backward."""
+    """Keeps what the exchange has, for the backward; a second tensor is there while rows are put in order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.order = order
-        return x.clone()[order]
+    def forward(ctx: Any, x: Tensor, order: Tensor, exchange: _Even) -> Tensor:
+        ctx.exchange, ctx.rows = exchange, x.size(0)
+        return _in_order(x, order.size(0))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.clone()[ctx.order], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _in_order(gradient, ctx.rows), None, None
+
+
+def _in_order(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty(max(x.size(0), rows), *x.shape[1:])[:rows].clone()
 
 
 _OF_EXPERTS: dict[Any, Any] = {
     collectives.exchange_of: _exchange_of,
-    collectives.send_rows: _moved_rows,
-    collectives.return_rows: _moved_rows,
+    collectives.send_rows: _sent_rows,
+    collectives.return_rows: _returned_rows,
     collectives.received_ends: lambda even, exchange: exchange.offsets,
     collectives.rank_ends: _rank_ends,
     collectives.expert_rows: _expert_rows,
     collectives.expert_sums: _expert_sums,
+    collectives.without_padding: _without_padding,
 }

@@ -18,6 +18,7 @@ from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
+from graphpar.emitted.collectives import own_offsets
 from graphpar.ir.program import Block, Chunked, Program, operator_name, value_of
 from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
@@ -95,7 +96,7 @@ class Works:
         assert isinstance(source, fx.Node)
         nbytes = max(nbytes_of(node), nbytes_of(source), key=lambda size: size.at(1024))
         if row.forward_collective == "all-to-all":
-            nbytes = nbytes * self.degrees[axis]
+            nbytes = nbytes * self.degrees[axis] * _room_of(node)
         beside = self._beside(node, scope)
         if row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
@@ -428,6 +429,16 @@ class _Walk:
 def _fusible(node: fx.Node) -> bool:
     """Return whether a compiler fuses a node with its neighbours; it traces a user's autograd.Function, taken to be pointwise."""
     return record_of(node).fusible or operator_name(node).endswith(".apply")
+
+
+def _room_of(moved: fx.Node) -> float:
+    """Return for how many times its rows a tensor that is sent has room: padding is sent too."""
+    room, divided = 1.0, moved.args[2] if operator_name(moved) in ("send_rows", "return_rows") else None
+    while isinstance(divided, fx.Node):  # exchange_of(own_offsets(offs, axis, rank_ends(...)), ...)
+        room *= float(divided.kwargs.get("room", 1.0))  # type: ignore[arg-type]
+        offs = divided.args[0]
+        divided = offs.args[-1] if isinstance(offs, fx.Node) and offs.target is own_offsets else None
+    return room
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,12 @@ class Plan(Decisions):
                     for name, spec in record.parameters.items()
                     if isinstance(kind := spec.get("dp_shard"), Shard)
                 },
-                sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
-                if plan.has("sharding")
-                else Sharding(),
+                sharding=replace(
+                    Sharding.from_json(plan.record("sharding"), record.parameters)
+                    if plan.has("sharding")
+                    else Sharding(),
+                    expert_room=record.decisions["expert_room"],
+                ),
                 cluster=None if cluster is None else _cluster(cluster, where),
                 **record.decisions,
             )

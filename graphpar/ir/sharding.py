@@ -77,7 +77,7 @@ class Sharding:
     ``decisions``: by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`). ``parameters``: types
     by name, on each axis. ``exchange``: the degree of the axis of replicas that hold different experts and send rows to each other,
     which has no decisions (:mod:`graphpar.passes.sharding.exchange`). ``loss_chunk``: the tokens of which heads and losses are computed at
-    once (:mod:`graphpar.passes.loss_chunks`); 0: all.
+    once (:mod:`graphpar.passes.loss_chunks`); 0: all. ``expert_room``: the option of the plan, which its JSON has.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -92,6 +92,7 @@ class Sharding:
     discovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     exchange: Mapping[str, int] = field(default_factory=dict)
     loss_chunk: int = 0
+    expert_room: float | None = None
 
     @property
     def all_degrees(self) -> dict[str, int]:
@@ -99,7 +100,7 @@ class Sharding:
         return {**self.degrees, **self.exchange}
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data, without ``parameters`` and what is empty."""
+        """Convert to plain data, without ``parameters``, ``expert_room`` and what is empty."""
         found = {
             "axes": dict(self.degrees),
             "gap": self.gap,

@@ -209,6 +209,6 @@ RECORDS: dict[str, Record] = {
     "histc": Record(Kind.INDEX, unsharded, spelling=write.METHOD),
     **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),
     **each("masked_select take put", replace(_UNSHARDED, saves=Reads.OPERANDS)),
-    **each("expert_rows expert_sums send_rows return_rows", Record(Kind.INDEX)),
+    **each("expert_rows expert_sums send_rows return_rows without_padding", Record(Kind.INDEX)),
     "agree_on": Record(Kind.ALIAS),
 }  # fmt: skip

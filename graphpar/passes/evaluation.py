@@ -83,6 +83,7 @@ def placed_as_stored(program: Program, plan: Plan) -> Program:
         variants=plan.sharding.variants,
         exchange=plan.sharding.exchange,
         loss_chunk=plan.sharding.loss_chunk,
+        expert_room=plan.sharding.expert_room,
     )
     problem = problem_of(program, given, plan.microbatch_size)
     if problem is None:

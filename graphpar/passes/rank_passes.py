@@ -13,6 +13,7 @@ from graphpar.ir.sharding import Sharding
 from graphpar.passes.loss_chunks import with_chunks
 from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.exchange import exchange_experts
+from graphpar.passes.sharding.expert_room import with_room
 from graphpar.passes.sharding.flat_rows import with_rows
 from graphpar.passes.sharding.linear_bias import separate_biases, with_biases
 from graphpar.passes.sharding.lowering import lower
@@ -109,7 +110,13 @@ FINISHING = (
         run=lambda program, sharding, rows: _exchanged(program, sharding),
     ),
     RankPass(
-        "chunk_loss", "graphpar.passes.loss_chunks", ("exchange_experts",),
+        "expert_room", "graphpar.passes.sharding.expert_room", ("exchange_experts",),
+        "rows of experts have room that does not depend on their number, if it is pinned",
+        "graphpar check and graphpar verify",
+        run=lambda program, sharding, rows: with_room(program, sharding.expert_room),
+    ),
+    RankPass(
+        "chunk_loss", "graphpar.passes.loss_chunks", ("expert_room",),
         "a large head and the loss after it are computed for a chunk of tokens at a time",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_chunks(program, sharding.loss_chunk),

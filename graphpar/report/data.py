@@ -173,6 +173,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "optimizer": predicted.optimizer,
             "recompute": plan.recompute,
             "loss_chunk": plan.sharding.loss_chunk,
+            "expert_room": plan.expert_room,
             "operators": "fused by torch.compile; memory as without it" if plan.compile else "not fused",
             "dropout": plan.dropout,
             "collectives": _collectives(plan, predicted),

@@ -211,6 +211,10 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         run += [assumed["optimizer"], f"recomputation {kinds_text(assumed['recompute'])}"]
     if assumed["loss_chunk"]:
         run.append(f"head and loss in chunks of {assumed['loss_chunk']:,} tokens")
+    if assumed.get("expert_room") is not None:
+        run.append(
+            f"room for {assumed['expert_room']:g} times the mean rows of experts, and as many are sent over dp_expert"
+        )
     device = f"{assumed['device']} ({assumed['figures']})"
     if assumed.get("dropout") == "kernel":
         run.append("attention dropout drawn by kernels, with other masks than on one device")

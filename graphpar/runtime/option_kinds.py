@@ -100,20 +100,24 @@ def _checked_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def _parsed_part(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise GraphparError(f"{text!r} is not a number.") from None
-    if not 0 <= value < 1:
-        raise GraphparError(f"it is {text}; it must be a share from 0 to below 1.")
-    return value
+def _real(least: float, below: float, said: str) -> Kind:
+    """Make a kind of numbers from ``least`` to below ``below``, which errors call ``said``."""
 
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise GraphparError(f"{text!r} is not a number.") from None
+        if not least <= value < below:
+            raise GraphparError(f"it is {text}; it must be {said}.")
+        return value
 
-def _checked_part(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        raise GraphparError(f"{name} is {value!r}; it must be a share from 0 to below 1.")
-    return float(value)
+    def check(name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not least <= value < below:
+            raise GraphparError(f"{name} is {value!r}; it must be {said}.")
+        return float(value)
+
+    return Kind(check, (float,), parse)
 
 
 def one_of(choices: Sequence[Any], name: str, value: Any, more: str = "") -> Any:
@@ -319,8 +323,8 @@ RECOMPUTED = Kind(checked_recompute, (str, dict), read=_read_recompute)
 OFFLOADED = Kind(_checked_offload, (list,))
 ANY_COUNT = Kind(lambda name, value: whole_number(name, value, 0), (int,), _parsed_count)
 SECONDS = Kind(_checked_seconds, (float,), _parsed_seconds)
-PART = Kind(_checked_part, (float,), _parsed_part)
-"""A share from 0 to below 1."""
+PART = _real(0, 1, "a share from 0 to below 1")
+ROOM = _real(1, math.inf, "a number from 1")
 SPLIT = Kind(_any, read=_read_split)
 PATTERNS = Kind(_checked_patterns, (list,))
 """Patterns over paths of modules."""

@@ -37,6 +37,7 @@ from graphpar.runtime.option_kinds import (
     RECOMPUTED,
     RESHARD,
     RESHARDED,
+    ROOM,
     SCHEDULE,
     SECONDS,
     SEQ,
@@ -249,6 +250,13 @@ def _legal_reduce_dtype(dtype: str, given: Decisions, mesh: Mesh, mode: str) -> 
         )
 
 
+def _legal_expert_room(room: float, given: Decisions, mesh: Mesh, mode: str) -> None:
+    if mode == GENERATE:
+        raise GraphparError(
+            "expert_room is for training and inference; generation computes a token at a time, so leave it out."
+        )
+
+
 def _legal_seq(seq: Seq, given: Decisions, mesh: Mesh, mode: str) -> None:
     if mode == GENERATE:
         raise GraphparError(
@@ -390,6 +398,13 @@ class Decisions:
         'which comes to the device a piece at a time to be updated), ``"activations"`` (what blocks save between forward and backward), '
         '``"params"`` (with ``zero`` 2 and 3 shards of parameters and gradients, and the optimizer\'s state: the host updates them), or '
         'several, as ``"optimizer,activations"`` or a list. On a CPU it does nothing.', legal=_legal_offload, over=("dp_shard",),
+    )
+    expert_room: float | None = option(
+        ROOM, "room for F times the mean number of rows of a rank's experts, so that no layer waits for the device; batches with more "
+        "are computed again (default: exact sizes, for which each layer waits)", group="pins", metavar="F",
+        about="room for this number of times the mean rows of a rank's experts, 1 or more, so that no layer waits for the device. A batch "
+        "in which a rank has more rows is computed again with exact sizes, so results are the same. By default each layer with divided "
+        "experts waits for the number of its rows.", legal=_legal_expert_room,
     )
     compile: bool | None = option(
         EITHER, "torch.compile compiles the blocks of the program, which are priced with fused operators, or not (default: on GPUs, where "

@@ -38,6 +38,7 @@ from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
 from graphpar.runtime.stages.captured import Captured
 from graphpar.runtime.stages.compiled import backend_of
+from graphpar.runtime.stages.expert_room import ExpertRoom
 from graphpar.runtime.stages.loss_scale import FIRST, LossScale
 from graphpar.runtime.stages.microbatches import Microbatches, evaluating, forward_only, summed
 from graphpar.runtime.stages.model_outputs import Metric, ModelOutputs
@@ -111,6 +112,8 @@ class Pipeline(Stored):
                 ran = self._microbatches.torch_stages
                 watch(own.named(), ran, self.rank, self.device, self.program.world_size)
                 self._places = Places(self.stages, self.device, own.home if "params" in self.program.offload else None)
+            self._balances: list[Balance] = []
+            self._room = ExpertRoom(self.program, own.package, self.stages, self.device)
             self._branches = Branches(self.program, self.stages, self.device)
             self._gradients = Gradients(self._parameters, self.device)
             self.captured = (
@@ -312,17 +315,39 @@ class Pipeline(Stored):
             check_replicas(self.stages, self.program, self.groups, self._parameters.pieces, self.steps_done)
 
     def balance(self) -> Balance:
-        """Count from now on how rows spread over experts. Compiled blocks are whole graphs, in which nothing is counted."""
-        return Balance(self.groups, self.package if self._backend is None else "")
+        """Count from now on how rows spread over experts. In compiled blocks, and where steps are to be captured, nothing is counted."""
+        counts = self._backend is None and self.captured is None
+        self._balances.append(Balance(self.groups, self.package if counts else ""))
+        return self._balances[-1]
 
     def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
         captured = self.captured if self.captured is not None and self.captured.takes(accumulate) else None
         self._parameters.begin_step()
+        adds = self.program.fully_sharded and self._gradients.accumulated
         self._gradients.take(accumulate)
         run = functools.partial(self._microbatches.at(program).run, accumulate=accumulate)
-        with labels_named(values):
-            loss = run(values) if captured is None else captured.run(run, values)
+
+        def compute() -> Tensor | None:
+            with labels_named(values):
+                return run(values) if captured is None else captured.run(run, values)
+
+        def forget() -> None:
+            nonlocal captured
+            captured = None  # what is captured does not wait
+            self._parameters.free()
+            self._parameters.drop_gradients()
+            self._gradients.again(accumulate)
+            for balance in self._balances:
+                balance.forget_batch()
+
+        for balance in self._balances:
+            balance.begin_batch()
+        if adds:  # to gradients that FSDP2 has, and that could not be told from its own
+            with self._room.waiting():
+                loss = compute()
+        else:
+            loss = self._room.run(compute, forget)
         self._parameters.free()
         if accumulate:
             self._gradients.keep(self.parameters())
@@ -362,6 +387,11 @@ class Pipeline(Stored):
     def skipped_steps(self) -> int:
         """How many steps left no gradients, since one was not finite on some rank (fp16)."""
         return self._scale.skipped
+
+    @property
+    def repeated_steps(self) -> int:
+        """How many batches were computed again, since a rank had more rows of its experts than ``expert_room`` has room for."""
+        return self._room.repeated
 
     def _broadcast(self, value: Tensor | None, shape: Sequence[int]) -> Tensor:
         dtype = self.program.outputs[0].dtype
@@ -530,7 +560,12 @@ class Pipeline(Stored):
                     found.append(self._generator.logits(values))
                 else:
                     adapters = self._microbatches.at(program).stages
-                    found.append(forward_only(program, adapters, values, self.groups, asked.take))
+                    found.append(
+                        self._room.run(
+                            lambda: forward_only(program, adapters, values, self.groups, asked.take),  # noqa: B023  runs now
+                            lambda: asked.drop(program.microbatches),  # noqa: B023
+                        )
+                    )
                 self._parameters.free()
         self._branches.check()
         outputs = summed(found)

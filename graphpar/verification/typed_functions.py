@@ -146,18 +146,18 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
             value: Tensor = own["_piece"](*arguments)
         return value
 
-    def rank_ends(offs: Tensor, axis: str) -> Any:
+    def rank_ends(offs: Tensor, axis: str, *room: Any, **factor: float) -> Any:
         if axis in axes and kinds_of(offs, axes)[axis] not in (spmd.R, spmd.I):
             raise spmd.SpmdTypeError(f"the offsets of rows are not the same on every rank: {types_text(offs, axes)}")
         with untyped():
             return own["rank_ends"](offs, axis)
 
-    def own_offsets(offs: Tensor, axis: str) -> Tensor:
+    def own_offsets(offs: Tensor, axis: str, *ends: Any) -> Tensor:
         with untyped():
             value: Tensor = own["own_offsets"](offs, axis)
         return give(value, kinds_of(offs, axes) | {axis: spmd.V}, axes)
 
-    def exchange_of(offs: Tensor, axis: str) -> Any:
+    def exchange_of(offs: Tensor, axis: str, *room: Any, **factor: float) -> Any:
         """Nothing travels here, so as many rows come as go; every expert gets equally many."""
         count = offs.size(0) // size(axis)
         with untyped():

@@ -34,6 +34,21 @@ def test_rows_get_what_their_experts_make_of_them_and_gradients_are_whole(
     _check(results, name)
 
 
+def test_padding_changes_nothing_and_stays_zero_even_where_what_is_behind_rows_is_nan(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    results = _ran(tmp_path, pool, "room", *LOADS)
+    for name in LOADS:
+        _check(results, name)
+
+
+@pytest.mark.costly
+@pytest.mark.sampled(1 / 5)
+@pytest.mark.parametrize("name", LOADS)
+def test_the_exchange_with_room_compiles_whole(name: str, tmp_path: Path, pool: RankPool) -> None:
+    _check(_ran(tmp_path, pool, "compiled room", name, "uneven"), name)
+
+
 @pytest.mark.costly
 @pytest.mark.sampled(1 / 5)
 @pytest.mark.parametrize("name", LOADS)

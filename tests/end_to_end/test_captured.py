@@ -38,6 +38,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp": {"mesh": {"pp": 2}},
     "cp": {"mesh": {"cp": 2}},
     "ep": {"mesh": {"ep": 2}},
+    "room": {"mesh": {"ep": 2}, "expert_room": 2.0},
+    "little room": {"mesh": {"dp_expert": 2}, "expert_room": 1.0},
 }
 REFUSED = {
     "zero 3": r"ZeRO 3 frees and allocates parameters",
@@ -49,6 +51,7 @@ PAIRS = [
     *(("llama", plan) for plan in ("selective", "cp", "bf16", "compiled", "tp", "zero 1")),
     *(("resnet_batchnorm", plan) for plan in ("one microbatch", "zero 1")),
     *(("t5", plan) for plan in ("tp", "zero 1")),
+    *(("mixtral", plan) for plan in ("room", "little room")),
 ]
 
 

@@ -51,6 +51,7 @@ _WITHOUT = (
     "sym_float sym_int sym_size sync_batch_norm tril_indices triu_indices truediv unique_consecutive unique_dim unsafe_chunk "
     "unsafe_split upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d vdot "
     "vocab_cross_entropy vocab_embedding zeros cached_attention last window packed_attention balanced_packed_attention "
+    "without_padding "
 )
 _SAMPLED = {*TABLE, "addcmul", "lerp"} - set(_WITHOUT.split()) - {n for n, each in COMPOSITES.items() if each.composed}
 """Names of operators of which there are samples; known here, so that nobody makes these to list the tests."""

@@ -1,11 +1,14 @@
 """Cases for the exchange of rows between ranks that hold different experts, run by real ranks, and what each of them sends.
 
 torchrun --nproc-per-node 4 tests/ranks/exchange_script.py FOLDER eager NAME ...     writes FOLDER/rank_0.safetensors, ...
+
+With "room" in place of "eager" rows are those of tensors of one size, behind which there is NaN, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +25,8 @@ from graphpar.emitted import collectives
 from graphpar.runtime import start
 
 EXPERTS, WIDTH, HIDDEN = 8, 16, 8
+ROOM = 20
+"""Rows of a tensor with room."""
 LOADS: dict[str, tuple[tuple[int, ...], ...]] = {
     "even": ((2,) * 8,) * 4,
     "uneven": ((1, 0, 5, 2, 0, 3, 1, 4), (0, 7, 0, 0, 1, 2, 0, 2), (3, 1, 1, 1, 6, 0, 0, 0), (0, 0, 2, 2, 2, 2, 2, 1)),
@@ -67,27 +72,32 @@ class Sends(TorchDispatchMode):
 
 def layer(x: Tensor, offs: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """What a rank with some of the experts computes for its own rows."""
-    exchange = collectives.exchange_of(offs, "dp_expert")
+    exchange = collectives.exchange_of(offs, "dp_expert", x, room=4.0)
     ends = collectives.received_ends(exchange)
     h = F.silu(F.grouped_mm(collectives.send_rows(x, "dp_expert", exchange), up, offs=ends))
     return collectives.return_rows(F.grouped_mm(h, down, offs=ends), "dp_expert", exchange)
 
 
 def run_all(rank: int, count: int, how: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Run cases on this rank, ``how`` being eager or compiled."""
+    """Run cases on this rank, ``how`` being eager or compiled, or room or compiled room."""
     found: dict[str, Tensor] = {}
-    run = layer if how == "eager" else torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled, room = "compiled" in how, "room" in how
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=not room) if compiled else layer
+    lacking = torch.zeros((), dtype=torch.int32)
+    collectives.note_lacking(lacking if room else None)
     for name in names:
         rows, offs, *weights, upstream = inputs(name)
-        x = rows[rank].clone().requires_grad_()
+        own = len(rows[rank])
+        x = F.pad(rows[rank], [0, 0, 0, ROOM - own if room else 0], value=math.nan).requires_grad_()
         up, down = (weight.chunk(count)[rank].clone().requires_grad_() for weight in weights)  # type: ignore[union-attr]
         sends = Sends(rank)
-        with sends if how == "eager" else contextlib.nullcontext():  # such a mode keeps torch.compile from running
+        with contextlib.nullcontext() if compiled else sends:  # such a mode keeps torch.compile from running
             y = run(x, offs[rank], up, down)
-            y.backward(upstream[rank])
+            y.backward(F.pad(upstream[rank], [0, 0, 0, len(y) - own], value=math.nan))
+        assert x.grad is not None and not y[own:].any() and not x.grad[own:].any() and not lacking
         values = {
-            "y": y.detach(),
-            "x": x.grad,
+            "y": y.detach()[:own],
+            "x": x.grad[:own],
             "up": up.grad,
             "down": down.grad,
             "sent": torch.tensor(sends.nbytes),

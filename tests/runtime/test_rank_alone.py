@@ -43,6 +43,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp, zero 3": ("llama", {"mesh": {"cp": 2, "dp_shard": 2}, "zero": 3}),
     "ep": ("mixtral", {"mesh": {"ep": 2, "dp_replicate": 2}}),
     "dp_expert": ("mixtral", {"mesh": {"dp_expert": 2, "tp": 2}}),
+    "room": ("mixtral", {"mesh": {"dp_expert": 2, "ep": 2}, "expert_room": 1.5}),
     "recomputed": ("llama", {"mesh": {"pp": 2, "tp": 2}, "recompute": "full"}),
     "fp16": ("gpt", {"mesh": {"pp": 2}, "dtype": "fp16"}),
     "statistics of replicas": ("resnet_batchnorm", {"mesh": {"dp_replicate": 2}}),

@@ -45,6 +45,7 @@ from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.split_points import balanced_split_points, pinned_split_points
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.exchange import check_shares, exchange_over, exchanged_parameters
+from graphpar.passes.sharding.expert_room import divides_rows
 from graphpar.passes.sharding.pins import pin_nodes, points_of, variants_of
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.sequences import check_sequences
@@ -57,7 +58,7 @@ from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Type
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import GENERATE, TRAIN, ZERO1_BY
-from graphpar.runtime.options import check_decisions, decided, level_of, prefetching
+from graphpar.runtime.options import Decisions, check_decisions, decided, level_of, prefetching
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.runtime.schedule_records import canonical_name, get_schedule
 from graphpar.schedules.action_table import (
@@ -178,8 +179,18 @@ def _plan(
     zero = level_of(mesh, pins.zero)
     check_decisions(replace(pins, zero=zero), mesh, program.mode)
     found = pins.sharded or solve(
-        program, mesh, size, microbatches, pins.shard_plan, pins.cluster, pins.sp, pins.loss_parallel, pins.loss_chunk
+        program,
+        mesh,
+        size,
+        microbatches,
+        pins.shard_plan,
+        pins.cluster,
+        pins.sp,
+        pins.loss_parallel,
+        pins.loss_chunk,
+        pins.expert_room,
     )
+    check_room(pins, found.local, mesh)
     check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(pins, program)
     check_offload(pins, program)
@@ -216,6 +227,19 @@ def _plan(
         sharded=found,
         **decisions,
     )
+
+
+def check_room(given: Decisions, local: Program, mesh: Mesh) -> None:
+    """Check that there are rows that ``expert_room`` is for.
+
+    Raises:
+        GraphparError: a rank's program has none.
+    """
+    if given.expert_room is not None and not divides_rows(local):
+        raise GraphparError(
+            f"expert_room={given.expert_room} is room for the rows of a rank's experts, but on mesh {mesh.text} {local.name} has no rows "
+            "sorted by expert that are divided over ranks; give mesh dp_expert=2 or more, or ep=2, or leave it out."
+        )
 
 
 def check_reach(distance: int, units: int) -> None:
@@ -259,6 +283,7 @@ def solve(
     sp: bool | None = None,
     loss_parallel: bool | None = None,
     loss_chunk: int | None = None,
+    expert_room: float | None = None,
 ) -> Sharded:
     """Search a placement of every tensor over ``mesh``, at the prices of ``cluster``, and derive the program that a rank runs.
 
@@ -274,7 +299,10 @@ def solve(
     experts = exchanged_parameters(program) if exchange else {}
     if not axes:
         return in_chunks(
-            sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None), loss_chunk
+            sharded(
+                program, Sharding(parameters=experts, exchange=exchange, expert_room=expert_room), microbatch, None
+            ),
+            loss_chunk,
         )
     sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
@@ -303,6 +331,7 @@ def solve(
         points=tuple(points),
         undivided=undivided_work(solution, workload),
         discovered=discovered(unknown),
+        expert_room=expert_room,
     )
     check_shares(program, sharding)
     found = sharded(program, sharding, microbatch, problem)

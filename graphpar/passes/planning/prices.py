@@ -39,6 +39,7 @@ from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.space import Space
 from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
+from graphpar.passes.sharding.expert_room import divides_rows
 from graphpar.passes.sharding.shard import Sharded, in_chunks
 from graphpar.passes.split import positions_of
 from graphpar.runtime.mesh import Mesh
@@ -121,10 +122,13 @@ class CandidatePrices:
 
     def units(self, candidate: Candidate, run: Execution | None = None, kind: int = 0) -> list[Unit] | None:
         """Return the units of a rank that runs a candidate as ``run`` says; None where the model can't be sharded so, can't run such
-        microbatches, or has no collectives that products could hide."""
+        microbatches, has no collectives that products could hide, or no rows of experts that ``expert_room`` is for."""
         sharded = self.sharded(candidate.mesh, candidate.microbatch_size)
         beside = candidate.overlap_tp and self.space.pins.overlap_tp is None
         if sharded is None or (beside and not self._can_hide(sharded)):
+            return None
+        if self.space.pins.expert_room is not None and not divides_rows(sharded.local):
+            self.space.refused["expert_room is room for rows of experts that are divided over ranks"] = None
             return None
         how, chunked = self.kinds(candidate)[kind]
         if how == GATHERS and program_mesh(self.program, candidate.mesh).size == 1:
@@ -159,6 +163,7 @@ class CandidatePrices:
                     pins.sp,
                     pins.loss_parallel,
                     pins.loss_chunk or 0,
+                    pins.expert_room,
                 )
             except GraphparError as error:
                 self._sharded[key] = None

@@ -55,10 +55,12 @@ def spread_rows(collectives: ModuleType) -> None:
             setattr(collectives, name, _with_even_rows(getattr(collectives, name)))
 
 
-def _with_even_rows(function: Callable[[Tensor, str], Any]) -> Callable[[Tensor, str], Any]:
-    def call(offs: Tensor, axis: str) -> Any:
+def _with_even_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(offs: Tensor, axis: str, *given: Any, **options: Any) -> Any:
         experts = torch.arange(1, len(offs) + 1, device=offs.device)
-        return function((offs[-1] * experts).div(len(offs), rounding_mode="floor").to(offs.dtype), axis)
+        return function(
+            (offs[-1] * experts).div(len(offs), rounding_mode="floor").to(offs.dtype), axis, *given, **options
+        )
 
     return call
 

@@ -135,6 +135,13 @@ class ModelOutputs:
             )
         return value
 
+    def drop(self, microbatches: int) -> None:
+        """Drop what was taken of so many microbatches, the last ones."""
+        for parts in self._parts.values():
+            del parts[-microbatches:]
+        for sums in self._sums.values():
+            del sums[-microbatches:]
+
     def results(self) -> dict[str, Tensor]:
         """Return outputs and metrics of all that was taken, by name; a collective call of the last stage's replicas."""
         found, replicas = {}, self._groups["batch"]

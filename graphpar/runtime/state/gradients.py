@@ -254,6 +254,7 @@ class Gradients:
         self.device = device
         self._rank = groups.rank
         self.microbatches = program.microbatches
+        aside = program.scales_loss or program.expert_room is not None  # what a step adds may have to be dropped
         everyone = counts_of_copies(parameters.stages, program, groups)
         self.counted: list[nn.Parameter] = []
         """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
@@ -275,7 +276,7 @@ class Gradients:
                 beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
                 reduced = bool(set(axes) & set(REPLICAS))
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
-            if copies and (elsewhere or len(copies) > 1 or parameters.units or program.scales_loss or alike):
+            if copies and (elsewhere or len(copies) > 1 or parameters.units or aside or alike):
                 sums[key].partials.append(_Partial(copies, name, alike))
             replicated = [
                 axis for axis, kind in spec.items() if not isinstance(kind, Shard) and axis not in parameters.divides
@@ -290,6 +291,10 @@ class Gradients:
         self._sums = sorted(sums.values(), key=lambda total: not total.early)
         self._held = {copy for copies in (*held.values(), *parameters.updated.values()) for copy in copies}
         self._refusal: RemovableHandle | None = None  # while there are gradients that are not reduced
+        self._may_repeat = program.expert_room is not None
+        self._unreduced: dict[
+            nn.Parameter, Tensor
+        ] = {}  # copies of those of steps before, while a step may be repeated
         self._kept: list[
             tuple[nn.Parameter, Tensor, bool]
         ] = []  # parameters, their gradients, whether those stand for others
@@ -349,6 +354,8 @@ class Gradients:
                 partials = [trained[i] for i in indices]
                 dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
                 self._buckets.append(_Bucket(total.group, self.device, partials, total.early, dtype))
+        if self._may_repeat:
+            self._unreduced = {each: each.grad.clone() for each in self._held if each.grad is not None}
         self._of_units = [
             _UnitBucket(
                 group,
@@ -369,6 +376,26 @@ class Gradients:
         if accumulate and self._refusal is None:
             self._refusal = register_optimizer_step_pre_hook(self._refuse)
 
+    @property
+    def accumulated(self) -> bool:
+        """Whether steps have left gradients that are not reduced, to which the next one adds."""
+        return self._refusal is not None
+
+    def again(self, accumulate: bool) -> None:
+        """Drop the gradients of a step that is computed again; a collective call.
+
+        All ranks wait for the same sums: those that the backward starts.
+        """
+        queue = list(itertools.takewhile(lambda bucket: bucket.early, [*self._of_units, *self._buckets]))
+        for at in range(self._sent, len(queue)):
+            _send(queue, at)
+        for bucket in queue:
+            bucket.settle()
+        for parameter in self._held:
+            if parameter.requires_grad:
+                parameter.grad = self._unreduced.get(parameter)
+        self.take(accumulate)
+
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step of an optimizer of ours while gradients are not reduced: each rank would make another."""
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -378,6 +405,7 @@ class Gradients:
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """After a step that is not finished: let each of ``parameters`` have a gradient, without memory where it is elsewhere, so that
         it is seen when someone drops them."""
+        self._unreduced = {}
         self._trained = {parameter for parameter in self._held if parameter.requires_grad}
         for parameter in parameters:
             if (stands := parameter.grad is None) and parameter.requires_grad:
@@ -513,7 +541,7 @@ class Gradients:
         Returns:
             Whether all of them are finite, on all ranks, where the loss is scaled. If not, none is given to any parameter.
         """
-        self._to_come = {}
+        self._to_come, self._unreduced = {}, {}
         self._complete(self._of_units, self._sent)
         for partial in self._alone:
             partial.total = partial.take_part()

@@ -52,6 +52,7 @@ class Balance:
     def __init__(self, groups: Groups, package: str) -> None:
         self._groups = groups
         self._rows: dict[str, list[Tensor]] = {}  # by axis
+        self._before: dict[str, int] = {}
         module = sys.modules.get(f"{package}.collectives")
         self._counters: list[Any] = [] if module is None else module.counters
         self._counters.append(self._count)
@@ -59,6 +60,14 @@ class Balance:
     def begin_step(self) -> None:
         """Forget what was counted since the last step, as in an evaluation."""
         self._rows = {}
+
+    def begin_batch(self) -> None:
+        """Note that a batch begins, which may be computed again."""
+        self._before = {axis: len(rows) for axis, rows in self._rows.items()}
+
+    def forget_batch(self) -> None:
+        """Forget what was counted since the batch began."""
+        self._rows = {axis: rows[: self._before.get(axis, 0)] for axis, rows in self._rows.items()}
 
     def _count(self, axis: str, rows: Tensor) -> None:
         if torch._C._current_graph_task_id() == -1:  # not in a backward, which computes again
