@@ -20,6 +20,7 @@ from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
 from graphpar.passes.planning.constraints import PlanConstraints, check_pipelined, exported_precision
 from graphpar.passes.planning.planned import Planned
+from graphpar.passes.sharding.exchange import exchanged_parameters
 from graphpar.passes.sharding.keys import by_node, keys_of
 from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
@@ -214,6 +215,7 @@ class _Checker:
     def __init__(self, problem: Problem, sharding: Sharding) -> None:
         self.problem, self.sharding = problem, sharding
         self.decisions = by_node(problem.program, sharding)
+        self.experts = exchanged_parameters(problem.program) if sharding.exchange else {}
         scopes = dict.fromkeys(operator.scope for operator in problem.operators)
         self.keys = {node: key for scope in scopes for node, key in keys_of(problem.program, scope).items()}
 
@@ -252,11 +254,11 @@ class _Checker:
         decided = dict(zip(self.problem.axes, self._decision(operator).results[0]))
         for prefix in self.problem.program.prefixes(operator.scope):
             name = f"{prefix}{operator.node.target}"
-            stored = self.sharding.parameters.get(name)
-            if stored != decided:
+            stored, follows = self.sharding.parameters.get(name), {**self.experts.get(name, {}), **decided}
+            if stored != follows:
                 raise GraphparError(
                     f"The plan contradicts itself: {name} is stored as {_text(stored or {})}, but {self._named(operator)} is decided "
-                    f"as {_text(decided)}."
+                    f"as {_text(follows)}."
                 )
 
     def _transitions(self, value: Value) -> None:

@@ -38,6 +38,16 @@ def test_a_plan_does_not_depend_on_hashes(name: str, tmp_path: Path, pool: RankP
     assert json.loads(plan)[0]["sharding"].get("decisions") or name == "gpt"
 
 
+@pytest.mark.parametrize("mesh", [{"dp_expert": 2, "ep": 2}, {"dp_expert": 2, "tp": 2}, {"dp_expert": 2, "pp": 2}])
+def test_a_plan_that_divides_experts_twice_is_read_again(mesh: dict[str, int]) -> None:
+    plan = gp.plan(example("mixtral"), mesh=mesh)
+    again = gp.Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert (
+        gp.partition(example("mixtral"), again).files["plan.json"]
+        == gp.partition(example("mixtral"), plan).files["plan.json"]
+    )
+
+
 @pytest.mark.costly
 def test_decisions_in_a_block_do_not_depend_on_how_many_there_are() -> None:
     few, many = (
