@@ -109,12 +109,13 @@ def sharded(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: boo
     """The program of a rank, with what is measured of it.
 
     Placements that nothing pins are solved for slow links, so that no collectives are added to divide what Megatron-LM's ranks do each.
+    Heads are whole: none of these frameworks computes them in chunks of tokens.
     """
     # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
     loss = "plain" if degrees.tp > 1 and shape.loss != "gathered" else shape.loss
     program = exported(shape if loss == "gathered" else replace(shape, loss=loss), dtype, dense, others, loss)
     slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-6, 1e9))
-    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow)
+    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow, loss_chunk=0)
 
 
 @dataclass(frozen=True)
