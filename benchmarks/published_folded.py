@@ -21,19 +21,21 @@ from dataclasses import replace
 
 from benchmarks.published_models import Shape
 from benchmarks.published_programs import Parts
-from benchmarks.published_rows import Row, Unpriced
+from benchmarks.published_rows import UNSTATED, Row, Unpriced
 from graphpar.cost_models.collectives import Group
 from graphpar.cost_models.compute import Compute, PhaseSeconds
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.unit_prices import UnitPrices
-from graphpar.cost_models.work import Attention, Collective, Phase, Work
+from graphpar.cost_models.work import Attention, Collective, Phase, Product, Traffic, Work
 from graphpar.cost_models.work import Row as WorkRow
 from graphpar.operators.contractions import Size
 from graphpar.runtime.mesh import Mesh
 
 ITEM = 2
 """Bytes of an element of what is exchanged, whatever products compute in."""
+EXPERT_PRODUCTS = 2
+"""Of an expert, each way: into its feed-forward part and out of it."""
 
 
 def shape_here(row: Row) -> Shape:
@@ -62,7 +64,7 @@ def shape_here(row: Row) -> Shape:
 
 def exchanging(row: Row, shape: Shape, made: Parts) -> Parts:
     """Add what cp and ep exchange to the units of ``shape``, a rank's."""
-    if row.degrees["cp"] == row.degrees["ep"] == 1:
+    if row.degrees["cp"] == row.degrees["ep"] == 1 and shape.experts is None:
         return made
     return Parts(
         made.first, made.dense and _block(row, shape, made.dense, False), made.other and _block(row, shape, made.other, True), made.last
@@ -71,15 +73,50 @@ def exchanging(row: Row, shape: Shape, made: Parts) -> Parts:
 
 def _block(row: Row, shape: Shape, unit: Unit, experts: bool) -> Unit:
     cp, ep = row.degrees["cp"], row.degrees["ep"]
-    rows: dict[WorkRow, int] = dict(unit.kind.work.rows)
-    if cp > 1:
-        rows = {_over_all_keys(each, cp): times for each, times in rows.items()}
-        rows |= _keys_and_values(row, shape)
+    exchanged: dict[WorkRow, int] = dict(_keys_and_values(row, shape)) if cp > 1 else {}
     if ep > 1 and experts and shape.experts is not None:
         tokens = Size(float(ep * shape.seq * shape.experts.topk * shape.hidden * ITEM), 1)
-        rows |= {Collective(phase, "ep", "all-to-all", tokens): 2 for phase in (Phase.FORWARD, Phase.INPUT)}
+        exchanged |= _dispatch(tokens, unit, row.habits.overlaps_ep)
     kind = unit.kind
-    return replace(unit, kind=UnitClass(Work(rows), kind.sends, lambda: kind.memory, kind.again))
+    again = {_over_all_keys(each, cp): times for each, times in kind.again.work.rows.items()}
+    if cp > 1 and row.habits.gathers_keys:
+        exchanged |= _merged_parts(row, shape)
+    if any(isinstance(each, Attention) for each in again):  # blocks run again whole
+        again |= {each: times for each, times in exchanged.items() if each.phase is Phase.FORWARD}
+    own = Work({_over_all_keys(each, cp): times for each, times in kind.work.rows.items()} | exchanged)
+    if experts and shape.experts is not None and row.habits.loops_experts:
+        calls = EXPERT_PRODUCTS * ((shape.experts.here or shape.experts.count) - 1)
+        own = own + Work({Traffic(phase, Size(0.0)): calls for phase in Phase})
+    repeated = replace(kind.again, work=Work(again))
+    return replace(unit, kind=UnitClass(own, kind.sends, lambda: kind.memory, repeated))
+
+
+def _merged_parts(row: Row, shape: Shape) -> dict[WorkRow, int]:
+    """Attention to gathered keys, part by part, as torch computes it (_SDPAMerger in torch/distributed/tensor/experimental/_attention.py).
+
+    Each part but the first is cast to 32 bits (6 bytes an element) and joined with those before (12 + 8 + 12); in the backward its
+    gradients of q, k and v are cast (6) and added (12). Half of the parts are of half of the queries.
+    """
+    elements = 0.75 * (row.degrees["cp"] - 1) * shape.heads / row.degrees["tp"] * shape.head_dim * shape.seq
+    moved = {Phase.FORWARD: 38, Phase.INPUT: 54}
+    return {Traffic(phase, Size(nbytes * elements, 1)): 1 for phase, nbytes in moved.items()}
+
+
+def _dispatch(tokens: Size, unit: Unit, beside: bool) -> dict[WorkRow, int]:
+    """Two all-to-alls each way; ``beside``: half of the unit's products and attention of another microbatch, of the other way, run beside
+    each (megatron.core's combined 1F1B, where blocks of a forward alternate with those of a backward)."""
+    ways = (Phase.FORWARD, Phase.INPUT)
+    if not beside:
+        return {Collective(phase, "ep", "all-to-all", tokens): 2 for phase in ways}
+    rows = [
+        row for row, times in unit.kind.work.rows.items() for _ in range(times) if isinstance(row, Product | Attention)
+    ]
+    parts = [[row for row in rows if (row.phase is Phase.FORWARD) == forward] for forward in (False, True)]
+    return {
+        Collective(phase, "ep", "all-to-all", tokens, tuple(part[half::2])): 1
+        for phase, part in zip(ways, parts)
+        for half in (0, 1)
+    }
 
 
 def _over_all_keys(each: WorkRow, cp: int) -> WorkRow:
@@ -87,7 +124,8 @@ def _over_all_keys(each: WorkRow, cp: int) -> WorkRow:
 
 
 def _keys_and_values(row: Row, shape: Shape) -> dict[WorkRow, int]:
-    cp, heads = row.degrees["cp"], max(1, shape.kv_heads // row.degrees["tp"])
+    of_keys = shape.heads if row.habits.repeats_keys else shape.kv_heads
+    cp, heads = row.degrees["cp"], max(1, of_keys // row.degrees["tp"])
     own = Size(2.0 * heads * shape.head_dim * shape.seq * ITEM, 1)
     if row.habits.gathers_keys:
         whole = float(cp) * own
@@ -116,6 +154,17 @@ def own_copies_bytes(row: Row, elements: int) -> int:
 def held_logits_bytes(row: Row) -> int:
     """Return the bytes of logits that the last stage's buffers hold."""
     return row.habits.held_logits * row.microbatch_size * row.shape.seq * row.shape.vocab * ITEM
+
+
+def own_gradients_bytes(row: Row, elements: int, running: int) -> int:
+    """Return the bytes of gradients that a rank with ``elements`` of parameters has beside those in the price with DeepSpeed's optimizers.
+
+    In bf16 these are what the sums in fp32 are made of; in fp16 the rank's share as a flat tensor and in fp32, at the end of a step, when
+    ``running`` bytes of the backward are free.
+    """
+    if not row.habits.deepspeed or UNSTATED in row.assumed:
+        return 0
+    return ITEM * elements if row.dtype == "bf16" else max(0, (ITEM + 4) * elements // row.shards - running)
 
 
 def own_state_bytes(row: Row, blocks: int) -> int:
@@ -151,6 +200,7 @@ class _ExchangingUnits(UnitPrices):
                 self._exchanges[axis] = self.network.group_of_axes(mesh, [axis])
         self._experts = row.shape.experts if row.habits.sends_once else None
         self._steps = sizes["cp"]
+        self._sums_first = row.habits.overlap_tp and not row.habits.merged
         # Heads compute in 16 bits where blocks do in 8, in Megatron-LM as in torchtitan.
         self._head = pricing.units[-1].kind if pricing.dtype == "fp8" else None
         self._of_head = Compute(self.compute.device, "bf16")
@@ -169,10 +219,13 @@ class _ExchangingUnits(UnitPrices):
         return self._exchange_s(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
 
     def exposed_s(self, row: Collective, rows: int, apart: bool = False) -> float:
-        """Return those that are not hidden, of a ring's send by attention to a part of the keys; nothing else is hidden over cp and ep."""
+        """Return those that are not hidden: a ring's send by attention to a part of the keys, others by what the row has beside them."""
         if row.axis not in self._exchanges:
-            return super().exposed_s(row, rows, apart)
+            waits = self._sums_first and not row.beside and row.phase is Phase.INPUT and row.kind == "reduce-scatter"
+            return self.sent_s(row, rows) if waits else super().exposed_s(row, rows, apart)
         seconds = self.sent_s(row, rows)
+        if row.beside:
+            seconds = max(0.0, seconds - sum(self._alone_s(each, rows) for each in row.beside))
         if row.kind == "send":
             work = Work({self._attention[row.phase]: 1})
             seconds = max(0.0, seconds - self.compute.seconds(work, rows)[row.phase].attention / self._steps)

@@ -16,6 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphpar.cost_models.work import Phase
+
+MEGATRON_BYTES = {Phase.FORWARD: 38, Phase.INPUT: 14}
+"""Of memory, for an element of the logits: Megatron-LM's loss is single operators. Forward it casts to 32 bits (6), takes the largest (4),
+subtracts (8), exponentiates (8), sums (4) and divides (8); backward it scales (8) and casts back (6)."""
+ONE_KERNEL_BYTES = {Phase.FORWARD: 2, Phase.INPUT: 4}
+"""What is priced of it as a function of a program, which is one kernel forward and one backward."""
+DIVIDED_BYTES = {Phase.FORWARD: 14, Phase.INPUT: 14}
+"""What is priced of a loss that is divided over the vocabulary: casts, and a kernel forward and one backward in 32 bits."""
+
 
 class Dropped(torch.autograd.Function):
     """Dropout in one kernel, which keeps a byte an element. Nothing is drawn at random, since prices don't depend on it."""

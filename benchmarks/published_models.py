@@ -52,7 +52,8 @@ class Shape:
     Attributes:
         gated: the feed-forward part is ``silu(gate) * up``, else ``gelu(up)``.
         rotary: positions turn q and k, else there is a table of them.
-        rms: the norms are RMSNorm, else LayerNorm; ``composed_norm``: of plain operators, not one kernel.
+        rms: the norms are RMSNorm, else LayerNorm; ``composed_norm``: of plain operators, not one kernel; ``upcast_norm``: these are
+            on a copy in 32 bits.
         biases: of the products of a block.
         attention: of :data:`ATTENTIONS`.
         dropout: of attention's softmax (where it is a tensor), of what a block adds, and of the embedding.
@@ -71,6 +72,7 @@ class Shape:
     rotary: bool = False
     rms: bool = False
     composed_norm: bool = False
+    upcast_norm: bool = False
     biases: bool = True
     tied: bool = True
     experts: Experts | None = None
@@ -94,10 +96,24 @@ class ComposedNorm(nn.Module):
         return normal.float().to(x.dtype) * self.weight
 
 
+class UpcastNorm(nn.Module):
+    """RMSNorm in single operators on a copy in 32 bits, as Llama's own code has it, and torchtitan's of 2024 (models/norms.py)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]"""
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normal.to(x.dtype) * self.weight
+
+
 def _norm(shape: Shape, width: int | None = None) -> nn.Module:
     width = width or shape.hidden
     if shape.composed_norm:
-        return ComposedNorm(width)
+        return UpcastNorm(width) if shape.upcast_norm else ComposedNorm(width)
     return nn.LayerNorm(width, bias=not shape.rms)  # a kernel of RMSNorm keeps and moves what one of LayerNorm does
 
 

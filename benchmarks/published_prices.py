@@ -15,20 +15,26 @@ from benchmarks.published_folded import (
     held_logits_bytes,
     mesh_of,
     own_copies_bytes,
+    own_gradients_bytes,
     own_state_bytes,
     shape_here,
 )
+from benchmarks.published_kernels import DIVIDED_BYTES, MEGATRON_BYTES, ONE_KERNEL_BYTES
 from benchmarks.published_programs import (
     Build,
     Degrees,
     Parts,
     parts,
     with_casts,
+    with_forwards_again,
     with_gathers_again,
+    with_heads,
+    with_kernels_of_loss,
     with_peak_of_loss,
     with_pieces_sent,
     with_scores_again,
     with_shards_kept,
+    with_sums_apart,
 )
 from benchmarks.published_rows import HALF, OPERATORS, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
@@ -86,13 +92,17 @@ def price_row(row: Row) -> Prediction:
     for stage in estimate.stages:
         held[stage.rank] += stage.parameters
     peaks = [
-        peak + own_state_bytes(row, blocks[pp]) - own_copies_bytes(row, held[pp])
+        peak
+        + own_state_bytes(row, blocks[pp])
+        - own_copies_bytes(row, held[pp])
+        + own_gradients_bytes(row, held[pp], estimate.memory[pp].activations + estimate.memory[pp].transient)
         for pp, peak in enumerate(estimate.peak_memory_bytes)
     ]
     peaks[-1] += held_logits_bytes(row)
     rank = max(range(len(peaks)), key=peaks.__getitem__) if row.memory_of is None else row.memory_of
-    reserved, allocated = peaks[rank], peaks[rank] - estimate.memory[rank].slack
-    outside = row.cluster.device.memory_bytes * (1 / USABLE - 1)
+    reserved = peaks[rank] - estimate.memory[rank].communicators
+    allocated = reserved - estimate.memory[rank].slack
+    outside = row.cluster.device.memory_bytes * (1 / USABLE - 1) + estimate.memory[rank].communicators
     return Prediction(
         estimate.step_time_s,
         {"allocated": allocated, "device": reserved + outside}.get(row.habits.prints or "", reserved),
@@ -116,6 +126,9 @@ def _parts(row: Row) -> Parts:
     build = Build(degrees, row.dtype, *kinds, habits.fused, habits.gradient_bytes, habits.joined)
     made = with_scores_again if _makes_scores_again(row) else parts
     found = made(shape, build)
+    if row.recompute == "full":
+        plain, found = found, made(shape, replace(build, kind="full"))
+        found = found if habits.stops_early else with_forwards_again(found, plain, habits.recomputes_ends)
     if row.recompute == OPERATORS:
         plain, found = found, made(shape, replace(build, kind="selective"))
         if degrees.sequence:
@@ -126,6 +139,14 @@ def _parts(row: Row) -> Parts:
         found = with_casts(found, habits.cast_bytes, shape.hidden, degrees.tp if degrees.sequence else 1)
     if habits.divided_loss_bytes and degrees.tp > 1:
         found = with_peak_of_loss(found, habits.divided_loss_bytes * shape.seq * shape.vocab / degrees.tp)
+    if habits.loss == "megatron":
+        known = ONE_KERNEL_BYTES if degrees.tp == 1 else DIVIDED_BYTES
+        more = {phase: nbytes - known[phase] for phase, nbytes in MEGATRON_BYTES.items()}
+        found = with_kernels_of_loss(found, more, shape.seq * shape.vocab / degrees.tp)
+    if habits.fused and not habits.fuses_sums:
+        found = with_sums_apart(found)
+    if row.predictions > 1:
+        found = with_heads(found, row.predictions)
     if habits.splits_messages and degrees.tp > 1 and not degrees.sequence:
         found = with_pieces_sent(found, degrees.tp)
     return exchanging(row, shape, found)
@@ -138,6 +159,11 @@ def _makes_scores_again(row: Row) -> bool:
 DISPATCH_S = 57e-6
 """The host's time for an operator in training frameworks, whose operators are many calls of Python each: fitted by
 :mod:`benchmarks.fit_devices`, in effect to vtrain_single, which alone is bound by its hosts. One figure for all sources."""
+
+
+FUSED_CAST_BYTES = 4 / 3
+"""Of memory, for an element of what products of 8 bits take, where the kernels before them write it in 8 bits: a third of a block's casts
+are left, of what attention gives and takes and of gradients of what is added to the residual (Transformer Engine's modules)."""
 
 
 _WEIGHTS = 5
@@ -156,13 +182,15 @@ def execution_of(row: Row) -> Execution:
         moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,
-        recompute="none" if _makes_scores_again(row) or row.recompute in (OPERATORS, HALF) else row.recompute,
+        recompute="selective" if row.recompute == "selective" and not _makes_scores_again(row) else "none",
         fused=habits.fused,
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
         hold_messages=False,
         wait_for_sends=habits.wait_for_sends,
         dispatch_s=DISPATCH_S,
+        communicator_bytes=row.cluster.device.communicator_bytes or 0,
+        cast_bytes=FUSED_CAST_BYTES if habits.fused_casts else 4.0,
         joined=habits.joined,
         overlap_tp=1 - 1 / row.degrees["tp"] if habits.overlap_tp else 0.0,
     )
@@ -179,9 +207,12 @@ def _cluster(row: Row) -> Cluster:
 # ---- layout ----------------------------------------------------------------------------------------------------
 
 
-def starts(layers: int, stages: int, entries: bool = False) -> tuple[int, ...]:
+def starts(layers: int, stages: int, entries: bool = False, up: int = 0) -> tuple[int, ...]:
     """List the first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head
-    count as layers, and first stages have one more. ``entries``: embedding, last norm and head always count, each as one."""
+    count as layers, and first stages have one more. ``entries``: embedding, last norm and head always count, each as one. ``up``: so many
+    layers are divided by rounding up, and the last stage has those that are left, with any others."""
+    if up and (each := -(-up // stages)) * (stages - 1) < layers:
+        return (0, *(1 + stage * each for stage in range(1, stages)))
     if layers % stages == 0 and not entries:
         return (0, *(1 + stage * (layers // stages) for stage in range(1, stages)))
     each, more = divmod(layers + 2 + entries, stages)
@@ -198,7 +229,8 @@ def layout_of(row: Row) -> Layout:
     count = pp * row.stages_per_rank
     if row.layers + 2 < count:
         raise Unpriced(f"{row.layers} layers are fewer than {count} stages")
-    first = starts(row.layers, count, row.habits.split_entries)
+    up = row.layers + 1 - row.predictions if row.habits.rounds_up else 0
+    first = starts(row.layers, count, row.habits.split_entries, up)
     if row.schedule not in AUTOMATIC:
         order = order_of(few(pp, row.microbatches)) if row.schedule == "1F1B" and row.microbatches < pp else None
         return Layout(row.schedule, row.microbatch_size, row.microbatches, first, order)

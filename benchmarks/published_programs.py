@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks.published_kernels import LOSSES
 from benchmarks.published_models import GPT, Shape
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Bytes, Unit, UnitClass
-from graphpar.cost_models.work import Phase, Product, Traffic, Work
+from graphpar.cost_models.work import Phase, Product, Size, Traffic, Work
 from graphpar.cost_models.work import Row as WorkRow
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
@@ -109,12 +109,13 @@ def sharded(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: boo
     """The program of a rank, with what is measured of it.
 
     Placements that nothing pins are solved for slow links, so that no collectives are added to divide what Megatron-LM's ranks do each.
+    Heads are whole: none of these frameworks computes them in chunks of tokens.
     """
     # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
     loss = "plain" if degrees.tp > 1 and shape.loss != "gathered" else shape.loss
     program = exported(shape if loss == "gathered" else replace(shape, loss=loss), dtype, dense, others, loss)
     slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-6, 1e9))
-    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow)
+    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow, loss_chunk=0)
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,20 @@ def with_gathers_again(made: Parts, plain: Parts, gathered: Parts) -> Parts:
     return _each(_gathering_again, made, saved)
 
 
+def with_forwards_again(made: Parts, plain: Parts, ends: bool) -> Parts:
+    """The units of ``made``, whose blocks run again but for what saves nothing, with the whole forward of ``plain``'s; ``ends``: the first
+    and the last unit run again too."""
+    again = _each(_forward_again, made, plain)
+    return again if ends else replace(again, first=made.first, last=made.last)
+
+
+def _forward_again(made: Unit, plain: Unit) -> Unit:
+    rows = {row: times for row, times in plain.kind.work.rows.items() if row.phase is Phase.FORWARD}
+    kind = made.kind
+    again = replace(kind.again, work=Work(rows))
+    return replace(made, kind=UnitClass(kind.work, kind.sends, lambda: kind.memory, again))
+
+
 def _gathers_saved(plain: Unit, gathered: Unit) -> Unit:
     whole, shard = plain.kind.memory.inside, gathered.kind.memory.inside
     saved = Bytes(whole.fixed - shard.fixed, whole.per_row - shard.per_row)
@@ -187,6 +202,35 @@ def with_peak_of_loss(made: Parts, nbytes: float) -> Parts:
         return made
     memory = replace(kind.memory, backward=more)
     return replace(made, last=replace(made.last, kind=UnitClass(kind.work, kind.sends, lambda: memory, kind.again)))
+
+
+def with_kernels_of_loss(made: Parts, more: Mapping[Phase, int], elements: float) -> Parts:
+    """Units of which the last moves ``more`` bytes of memory an element of a rank's logits, ``elements`` a row."""
+    kind = made.last.kind
+    rows: dict[WorkRow, int] = {Traffic(phase, Size(nbytes * elements, 1)): 1 for phase, nbytes in more.items()}
+    return replace(
+        made,
+        last=replace(made.last, kind=UnitClass(kind.work + Work(rows), kind.sends, lambda: kind.memory, kind.again)),
+    )
+
+
+def with_sums_apart(made: Parts) -> Parts:
+    """Units whose products write gradients of weights that another kernel adds to their sums: in the price one kernel does both."""
+
+    def summing(unit: Unit, _: Unit) -> Unit:
+        kind = unit.kind
+        moved = sum(2 * part.itemsize * part.elements for part in unit.held if part.trained)
+        work = kind.work + Work({Traffic(Phase.WEIGHT, Size(float(moved), 0)): 1})
+        return replace(unit, kind=UnitClass(work, kind.sends, lambda: kind.memory, kind.again))
+
+    return _each(summing, made, made)
+
+
+def with_heads(made: Parts, count: int) -> Parts:
+    """Units of which the last computes ``count`` times, each of other hidden values."""
+    kind = made.last.kind
+    work = Work({row: count * times for row, times in kind.work.rows.items()})
+    return replace(made, last=replace(made.last, kind=UnitClass(work, kind.sends, lambda: kind.memory, kind.again)))
 
 
 def with_pieces_sent(made: Parts, pieces: int) -> Parts:
@@ -228,8 +272,15 @@ def with_casts(made: Parts, nbytes: int, hidden: int, pieces: int) -> Parts:
 
 
 def _casting(unit: Unit, nbytes: int, hidden: int, pieces: int) -> Unit:
-    kind, casts = unit.kind, Counter[WorkRow]()
-    for row, times in kind.work.rows.items():
+    kind = unit.kind
+    own, again = (_casts(work, nbytes, hidden, pieces) for work in (kind.work, kind.again.work))
+    repeated = replace(kind.again, work=kind.again.work + again)
+    return replace(unit, kind=UnitClass(kind.work + own, kind.sends, lambda: kind.memory, repeated))
+
+
+def _casts(work: Work, nbytes: int, hidden: int, pieces: int) -> Work:
+    casts = Counter[WorkRow]()
+    for row, times in work.rows.items():
         if isinstance(row, Product):
             width = row.n if row.phase is Phase.WEIGHT else row.k
             share = 1 / pieces if width.number == hidden and width.power == 0 else 1.0
@@ -237,4 +288,4 @@ def _casting(unit: Unit, nbytes: int, hidden: int, pieces: int) -> Unit:
             operands = [share * whole] if row.phase is Phase.WEIGHT else [share * whole, row.k * row.n]
             for size in operands:
                 casts[Traffic(row.phase, nbytes * row.matrices * size)] += times
-    return replace(unit, kind=UnitClass(kind.work + Work(dict(casts)), kind.sends, lambda: kind.memory, kind.again))
+    return Work(dict(casts))

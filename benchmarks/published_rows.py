@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import Experts, Latent, Shape
-from benchmarks.published_sources import FIRST_FLASH, SOURCES, UNDESCRIBED, Habits
+from benchmarks.published_sources import FIRST_FLASH, SOURCES, UNDESCRIBED, Habits, with_recipe
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
@@ -29,6 +29,10 @@ whole run."""
 HALF, OPERATORS = "half", "operators"
 """Recomputation of every second block, in time and memory half way between none and full; and of what is cheap in each block and of
 every second product, as torchtitan's selective checkpointing and ``recompute="selective"`` of graphpar do."""
+
+
+UNSTATED = "bf16"
+"""What is assumed of rows that print two dtypes for several runs."""
 
 
 class Unpriced(Exception):
@@ -58,7 +62,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One run. ``experts_after``: layers at the model's beginning that have no experts. ``memory_of``: the pp rank that
+    """One run. ``predictions``: of following tokens, each but the first by a layer more, which ``layers`` counts, and by the head again.
+    ``experts_after``: layers at the model's beginning that have no experts. ``memory_of``: the pp rank that
     was measured (-1: the last; None: the most of all)."""
 
     id: str
@@ -68,6 +73,7 @@ class Row:
     model: str
     shape: Shape
     layers: int
+    predictions: int
     experts_after: int
     cluster: Cluster
     dtype: str
@@ -124,6 +130,9 @@ def read(row: Mapping[str, Any]) -> Row:
     if "nonstandard_model" in row["tags"]:
         raise Unpriced("its blocks are others than its dims say")
     habits = _with_options(habits, row.get("options") or {}, _year(row))
+    if container := re.search(r"\[(\S+) NeMo Container\]", row.get("source_ref") or ""):
+        drops = "tokendrop" in (row.get("note") or "")
+        habits = with_recipe(habits, row["model"]["name"], row["hardware"], container[1], drops)
     degrees = _degrees(row)
     batch, parallel = row["batch"], row["parallel"]
     rows = _printed(batch, "global")
@@ -136,6 +145,7 @@ def read(row: Mapping[str, Any]) -> Row:
     schedule, per_rank = _schedule(row, assumed)
     dtype, products = _dtypes(row["precision"], assumed)
     zero = int(parallel["zero"])
+    predictions = _predictions(row)
     habits = replace(habits, gradient_bytes=habits.gradient_bytes or (2 if dtype == "fp16" else 4))
     return Row(
         id=row["id"],
@@ -144,7 +154,8 @@ def read(row: Mapping[str, Any]) -> Row:
         group=row.get("rank_group"),
         model=row["model"]["name"],
         shape=_shape(row, habits),
-        layers=row["model"]["layers"],
+        layers=row["model"]["layers"] + predictions - 1,
+        predictions=predictions,
         experts_after=row["model"].get("dense_layers") or 0,
         cluster=_cluster(row, habits),
         dtype=dtype,
@@ -246,8 +257,22 @@ def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
         dropout=0.0 if gated else habits.dropout,
         loss=habits.loss,
         merged=habits.merged,
-        composed_norm=options.get("kernel") is not None and "RMS" not in options["kernel"],
+        composed_norm=_composes_norm(options, habits),
+        upcast_norm=habits.upcast_norm,
     )
+
+
+def _predictions(row: Mapping[str, Any]) -> int:
+    """How many tokens are predicted at each place: DeepSeek-V3 has a module for a second one (arXiv 2412.19437, section 2.2), which recipes
+    of Megatron-Bridge train unless a row says that they don't: their flops over their tokens have it."""
+    return 1 + (row["model"]["name"].startswith("DeepSeek-V3") and "w/o MTP" not in (row.get("note") or ""))
+
+
+def _composes_norm(options: Mapping[str, Any], habits: Habits) -> bool:
+    """Whether norms are plain operators: of rows that name their kernels without one, and where nothing compiles those of a source."""
+    if "kernel" in options:
+        return "RMS" not in options["kernel"]
+    return habits.upcast_norm and options.get("compile") is False
 
 
 def _year(row: Mapping[str, Any]) -> int | None:
@@ -267,7 +292,7 @@ def _with_options(habits: Habits, options: Mapping[str, Any], year: int | None) 
         if options["compile"] and habits.compiles_loss_from is not None and (year or 0) >= habits.compiles_loss_from:
             habits = replace(habits, loss="kernel")
     if options.get("fsdp_mixed") == "PURE":
-        habits = replace(habits, gradient_bytes=2)
+        habits = replace(habits, gradient_bytes=2, stops_early=False)
     if options.get("--disable-bias-linear"):
         habits = replace(habits, biases=False)
     if options.get("--transformer-impl") == "local":
@@ -285,7 +310,7 @@ def _dtypes(precision: str, assumed: list[str]) -> tuple[str, str]:
     if "fp8" in name or "float8" in name:
         return "bf16", "fp8"
     if name.startswith(("fp16/bf16", "bf16/fp16")):
-        assumed.append("bf16")
+        assumed.append(UNSTATED)
         return "bf16", "bf16"
     return ("fp16", "fp16") if name.startswith("fp16") else ("bf16", "bf16")
 

@@ -67,10 +67,12 @@ class Compute:
 
     Args:
         dtype: of 16-bit (and fp8) products; those of 32 bits run as fp32 (tf32 where ``dtype`` says so).
+        cast_bytes: of memory, for each element that is cast to 8 bits: by default it is read in 16 bits and written in 8 bits twice, also
+            transposed for the weight's gradient.
     """
 
-    def __init__(self, device: Device, dtype: str = "bf16") -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: Device, dtype: str = "bf16", cast_bytes: float = 4.0) -> None:
+        self.device, self.dtype, self.cast_bytes = device, dtype, cast_bytes
         self._tables: dict[int, tuple[Work, _Tables]] = {}
         self._seconds: dict[tuple[int, int], tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]] = {}
 
@@ -160,10 +162,8 @@ class Compute:
         return np.minimum(peaks, np.where(matrices > 1, vector, np.maximum(peaks / 2, vector)))
 
     def _casts(self, tables: _Tables) -> Array:
-        """Return the bytes an element of casting a product's input to 8 bits: it is read in 16 bits and written in 8 bits twice, also
-        transposed for the weight's gradient.
-        """
-        return np.where((self.dtype == "fp8") & (tables.product_phases != Phase.WEIGHT), 4.0, 0.0)
+        """Return the bytes an element of casting a product's input to 8 bits."""
+        return np.where((self.dtype == "fp8") & (tables.product_phases != Phase.WEIGHT), self.cast_bytes, 0.0)
 
     def rate_16(self, itemsize: int) -> float:
         """Return :meth:`rate` for operators that never run in 8 bits."""

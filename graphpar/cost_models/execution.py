@@ -58,6 +58,7 @@ class Execution:
             backward is not split in two, and what is gathered again beside those of that gradient: see
             :mod:`graphpar.emitted.parallel_products`, which programs have, and Megatron-LM's column-parallel layers.
         communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
+        cast_bytes: of memory, for each element of what a product in 8 bits takes, where the program's own rows of work have no casts.
         foreach: the optimizer has one more copy of what it updates during its step.
     """
 
@@ -89,6 +90,7 @@ class Execution:
     joined: bool = False
     offload: tuple[str, ...] = ()
     communicator_bytes: int = 0
+    cast_bytes: float = 4.0
     foreach: bool = False
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class Pricing:
             if dispatch is None
             else replace(cluster.device, dispatch_s=dispatch, hooks_s=0.0, policy_s=0.0)
         )
-        self.compute: Compute = Compute(device, dtype) if like is None else like.compute
+        self.compute: Compute = Compute(device, dtype, self.execution.cast_bytes) if like is None else like.compute
         self.network: Network = Network(cluster) if like is None else like.network
         self.dtype = dtype
         groups = {

@@ -252,6 +252,7 @@ _REACHED = {
     )),
     "GB": _BLACKWELL,
 }  # fmt: skip
+_CAPPED = "power grows as the clock times the square of the voltage, which grows as the clock: clocks as the cube root of the power"
 _UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), "assumed")
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
@@ -296,12 +297,15 @@ def _gpu(
     efficiency: float | None = None,
     pair: float | None = None,
     per_node: int = 8,
+    power: float = 1.0,
 ) -> Device:
     """Make a row from 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes.
 
-    ``efficiency``: that of large products, where it is known and no training program was fitted.
+    ``efficiency``: that of large products, where it is known and no training program was fitted. ``power``: what it may
+    take, over what those take that were fitted, which limits its clocks.
     """
     reached = _of_kind(_REACHED, name) or _UNKNOWN
+    clock = power ** (1 / 3)
     return Device(
         name,
         "cuda",
@@ -309,7 +313,7 @@ def _gpu(
         memory,
         memory_tbps * 1e12,
         _GPU_LAUNCH,
-        efficiency or reached.matrix,
+        clock * (efficiency or reached.matrix),
         Link(
             _INSIDE_S,
             inside * 1e9,
@@ -322,7 +326,7 @@ def _gpu(
         Link(_HOST_S, (_of_kind(_HOST_GBPS, name) or 15.75) * 1e9),
         half_reduction=reached.half,
         compute_units=_of_kind(_COMPUTE_UNITS, name),
-        attention_efficiency=reached.attention,
+        attention_efficiency=(clock * reached.attention[0], clock * reached.attention[1]),
         memory_efficiency=reached.memory,
         dispatch_s=_GPU_DISPATCH,
         hooks_s=_HOOKS,
@@ -396,10 +400,12 @@ _ROWS = (
     _gpu(
         "H100-96GB-HBM2e-500W", _HOPPER, usable(96), 2.4, 450, 50,
         {
-            "flops": f"{_AS_H100}; what 500 W sustain of it is not known",
+            "flops": _AS_H100,
+            "efficiency": f"{_REACHED['H'].source}; and {_CAPPED}",
             "memory": "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md",
             "links": "as H100-SXM-80GB; between also there",
         },
+        power=500 / 700,
     ),
     _gpu(
         "H800-SXM-80GB", _HOPPER, usable(80), 3.35, 200, 50,
@@ -423,8 +429,13 @@ _ROWS = (
     ),
     _gpu(
         "GB300-NVL72", _BLACKWELL_NVL72, usable(288, 10**9), 8.0, 900, 100,
-        {**_NVL72_SOURCES, "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB"},
+        {
+            **_NVL72_SOURCES,
+            "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB",
+            "efficiency": f"{_BLACKWELL.source}; and {_CAPPED}",
+        },
         per_node=72,
+        power=1400 / 1200,  # of GB300 and GB200, vendor's data sheets, from memory
     ),
     _gpu(
         "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,

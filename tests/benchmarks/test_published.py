@@ -23,16 +23,20 @@ from benchmarks.published_programs import (
     lowered,
     parts,
     with_casts,
+    with_forwards_again,
     with_gathers_again,
+    with_heads,
+    with_kernels_of_loss,
     with_peak_of_loss,
     with_pieces_sent,
     with_scores_again,
     with_shards_kept,
+    with_sums_apart,
 )
 from benchmarks.published_rows import Row, Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
-from benchmarks.published_sources import SOURCES, held_out
-from graphpar.cost_models.work import Collective, Phase, Product, Traffic, Work
+from benchmarks.published_sources import SOURCES, held_out, with_recipe
+from graphpar.cost_models.work import Collective, Phase, Product, Size, Traffic, Work
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
 from graphpar.schedules.action_table import validate_table
@@ -354,6 +358,53 @@ def test_experts_are_divided_and_every_rank_has_its_tokens_share() -> None:
     assert held[0] - held[1] == 6 * 3 * 64 * 64
 
 
+def test_full_recomputation_is_of_blocks_and_early_stopping_leaves_out_their_last_product() -> None:
+    plain, early = (parts(SMALL, build(Degrees(1, False), kind)) for kind in ("none", "full"))
+    blocks, everything = (with_forwards_again(early, plain, ends) for ends in (False, True))
+    forward = (Phase.FORWARD,)
+    for made in (blocks, everything):
+        assert made.other is not None and plain.other is not None
+        assert made.other.kind.again.work.flops(4) == plain.other.kind.work.flops(4, forward)
+    assert not blocks.last.kind.again.work.rows
+    assert everything.last.kind.again.work.flops(4) == plain.last.kind.work.flops(4, forward) > 0
+    assert early.other is not None and blocks.other is not None
+    down = 2 * 4 * SMALL.seq * SMALL.ffn * SMALL.hidden
+    assert blocks.other.kind.again.work.flops(4) - early.other.kind.again.work.flops(4) == down
+
+
+def test_what_the_last_unit_does_more() -> None:
+    made = parts(SMALL, build(Degrees(1, False)))
+    elements = SMALL.seq * SMALL.vocab
+    loss = with_kernels_of_loss(made, {Phase.FORWARD: 36}, elements).last.kind.work
+    assert Counter(loss.rows) - Counter(made.last.kind.work.rows) == {
+        Traffic(Phase.FORWARD, Size(36.0 * elements, 1)): 1
+    }
+    assert with_heads(made, 2).last.kind.work.flops(3) == 2 * made.last.kind.work.flops(3)
+    assert with_heads(made, 2).first is made.first
+
+
+def test_sums_of_gradients_apart_read_and_write_each_once_more() -> None:
+    made = parts(SMALL, build(Degrees(1, False)))
+    block, apart = made.other, with_sums_apart(made).other
+    assert block is not None and apart is not None
+    (added,) = (Counter(apart.kind.work.rows) - Counter(block.kind.work.rows)).items()
+    assert added == (Traffic(Phase.WEIGHT, Size(4.0 * sum(part.elements for part in block.held), 0)), 1)
+
+
+def test_recipes_say_how_tokens_are_exchanged() -> None:
+    plain = SOURCES["megatron_bridge"]
+
+    def told(model: str, device: str, container: str, drops: bool = False) -> tuple[bool, bool, bool]:
+        habits = with_recipe(plain, model, device, container, drops)
+        return habits.sends_once, habits.overlaps_ep, habits.loops_experts
+
+    assert told("DeepSeek-V3", "GB200-NVL72", "25.11") == (False, False, True)
+    assert told("DeepSeek-V3", "GB200-NVL72", "26.06") == (True, True, False)
+    assert told("DeepSeek-V3", "B200-SXM-180GB", "26.04.01") == (True, True, True)
+    assert told("Qwen3-235B-A22B", "B300-SXM", "26.02.01") == (False, False, True)
+    assert told("Qwen3-30B-A3B", "B200-SXM-180GB", "25.09", drops=True) == (False, False, False)
+
+
 # ---- layouts and prices ----------------------------------------------------------------------------------------
 
 
@@ -366,6 +417,10 @@ def test_layers_are_divided_as_the_frameworks_do() -> None:
     assert starts(60, 4, entries=True) == (0, 16, 32, 48)
     assert starts(40, 8, entries=True) == (0, 6, 12, 18, 23, 28, 33, 38)
     assert starts(3, 1, entries=True) == (0,)
+    # 61 layers in 16 stages of 4, and one more in the last
+    assert starts(62, 16, up=61) == (0, *range(5, 62, 4))
+    assert starts(7, 4, up=6) == (0, 3, 5, 7)
+    assert starts(6, 4, up=5) == (0, 2, 4, 6)  # none would be left for the last
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (3, 2)])
@@ -391,6 +446,14 @@ def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
         for flag in (True, False)
     )
     assert 0 < once.parts_s["ep"] < each.parts_s["ep"]
+    beside, looped = (
+        pricing_of(replace(row, habits=replace(row.habits, overlaps_ep=flag, loops_experts=not flag))).estimate(
+            layout_of(row)
+        )
+        for flag in (True, False)
+    )
+    assert beside.parts_s.get("ep", 0.0) < looped.parts_s["ep"]
+    assert beside.step_time_s < looped.step_time_s
 
 
 @pytest.mark.costly

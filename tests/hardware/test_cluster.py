@@ -93,6 +93,13 @@ def test_an_unknown_device_is_told_the_likeliest_first() -> None:
     assert all(name in str(caught.value) for name in DEVICES)
 
 
+def test_clocks_go_with_the_cube_root_of_the_power() -> None:
+    capped, whole = device_named("H100-96GB-HBM2e-500W"), device_named("H100-SXM-80GB")
+    share = (500 / 700) ** (1 / 3)
+    assert capped.matrix_efficiency == pytest.approx(share * whole.matrix_efficiency)
+    assert capped.attention_efficiency == pytest.approx([share * each for each in whole.attention_efficiency])
+
+
 def test_a_dtype_without_units_runs_at_the_rate_of_fp32() -> None:
     assert device_named("V100").peak("bf16") == device_named("V100").flops["fp32"] < device_named("V100").peak("fp16")
     with pytest.raises(gp.GraphparError, match="A100-SXM-80GB has no rate for fp8; it has fp32"):
