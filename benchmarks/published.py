@@ -248,18 +248,24 @@ def part_of(prediction: Prediction) -> str:
 
 def remainder_table(found: Sequence[Priced]) -> Table:
     """Make the table of what the remaining error is made of: counted rows by the largest part of their step beside computation."""
-    by_part: dict[tuple[str, str], list[float]] = {}
+    by_part: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     for result in found:
         if result.outcome.counted and result.outcome.step_time_s and result.prediction:
             kind = "A100 and before" if not result.row.cluster.device.name.startswith(NEW) else "H100 and later"
-            by_part.setdefault((kind, part_of(result.prediction)), []).append(relative(result.outcome.step_time_s))
-    whole = sum(abs(error) for errors in by_part.values() for error in errors) or 1.0
+            estimate, (told, measured) = result.prediction.estimates[0], result.outcome.step_time_s
+            within = abs(told - measured) <= estimate.spread_s * told / estimate.step_time_s
+            by_part.setdefault((kind, part_of(result.prediction)), []).append((told / measured - 1, within))
+    every = [row for rows in by_part.values() for row in rows]
+    if every:
+        by_part["all", ""] = every
+    whole = sum(abs(error) for error, _ in every) or 1.0
     made = Table(
         "devices", "most beside computation", title="what the error of step times is made of", title_justify="left"
     )
-    for column in ("rows", "error", "bias", "share of all error"):
+    for column in ("rows", "error", "bias", "share of all error", "within the spread"):
         made.add_column(column, justify="right")
-    for (kind, part), errors in sorted(by_part.items()):
+    for (kind, part), rows in sorted(by_part.items()):
+        errors = [error for error, _ in rows]
         size = sum(map(abs, errors))
         made.add_row(
             kind,
@@ -268,6 +274,7 @@ def remainder_table(found: Sequence[Priced]) -> Table:
             _percent(size / len(errors)),
             _percent(sum(errors) / len(errors)),
             _percent(size / whole),
+            _percent(sum(within for _, within in rows) / len(rows)),
         )
     return made
 

@@ -3,7 +3,7 @@
     each part ──a share of it──► seconds, one standard deviation ──parts are independent──► 7.6 ± 0.9 s
 
 What devices compute, wait for their hosts and idle in bubbles counts as one part, since the same figures make them. The shares are
-those with which two thirds of published runs are within their spread (``python -m benchmarks.published`` prints the count).
+rounded from a fit to published runs, of which two thirds are within their spread (``python -m benchmarks.published`` prints how many).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 COMPUTED = ("compute", "host", "turns", "bubble", "uneven")
 """Parts of a step that follow from what devices compute."""
-SHARES = {"compute": 0.1, "gradients": 0.5, "optimizer": 0.3, "dp_expert": 0.6, "ep": 0.6}
+SHARES = {"compute": 0.1, "gradients": 0.4, "optimizer": 0.35, "dp_expert": 0.4, "ep": 0.4}
 """By which share of it each part is off, one standard deviation: the rows of an even router, sums that are hidden or not."""
 INSIDE, BETWEEN = 0.3, 0.5
 """The same for exposed communication on other axes, inside of nodes and between them."""
