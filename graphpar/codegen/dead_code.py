@@ -22,8 +22,10 @@ from graphpar.codegen.sources import bound
 
 WHOLE = ("kv_cache", "recomputation", "gathering")
 """Modules that are copied as they are."""
-ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters", "note_lacking")}
+ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
 """What the runtime and ``check`` use of a module, by its name."""
+SETTERS = {"_lacking": "note_lacking"}
+"""Variables of modules, and the functions by which the runtime sets them where anything reads them."""
 
 
 @cache
@@ -95,6 +97,7 @@ def _cut(text: str, required: set[str]) -> str:
     while more := [place for place, part in enumerate(parts) if place not in kept and part.defines & used]:
         kept |= set(more)
         used |= {name for place in more for name in parts[place].uses}
+        used |= {SETTERS[name] for name in SETTERS.keys() & used}
     head = lines[: imports[0].lineno - 1]
     body = "\n".join("\n".join(lines[parts[place].begin : parts[place].end]) for place in sorted(kept))
     return (
