@@ -37,7 +37,7 @@ from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import figures_of
+from graphpar.hardware.devices import DEVICES, figures_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.schedule_records import get_schedule
@@ -272,7 +272,7 @@ class Pricing:
             host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),
-            spreads_s=spreads(parts, self._nodes),
+            spreads_s=spreads(parts, self._nodes, self.cluster.device == DEVICES["CPU"]),
         )
 
     @property

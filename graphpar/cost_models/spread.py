@@ -17,20 +17,25 @@ SHARES = {"compute": 0.1, "gradients": 0.4, "optimizer": 0.35, "dp_expert": 0.4,
 """By which share of it each part is off, one standard deviation: the rows of an even router, sums that are hidden or not."""
 INSIDE, BETWEEN = 0.3, 0.5
 """The same for exposed communication on other axes, inside of nodes and between them."""
+ELSEWHERE = 0.5
+"""The same for a step on a CPU whose figures are those of another machine: ``graphpar calibrate`` measures one's own."""
 
 
-def spreads(parts_s: Mapping[str, float], nodes: Mapping[str, int]) -> dict[str, float]:
+def spreads(parts_s: Mapping[str, float], nodes: Mapping[str, int], elsewhere: bool = False) -> dict[str, float]:
     """Return by how many seconds each part of a step may be off.
 
     Args:
         parts_s: in seconds, as in :class:`~graphpar.cost_models.estimates.Estimate`.
         nodes: over how many nodes the ranks of an axis are spread.
+        elsewhere: whether the figures are those of another machine.
     """
     found = {"compute": SHARES["compute"] * math.fsum(parts_s.get(part, 0.0) for part in COMPUTED)}
     for part, seconds in parts_s.items():
         if part not in COMPUTED and seconds:
             known = SHARES.get(part, BETWEEN if nodes.get(part, 1) > 1 else INSIDE)
             found[part] = known * seconds
+    if elsewhere:
+        found["figures"] = ELSEWHERE * math.fsum(parts_s.values())
     return found
 
 

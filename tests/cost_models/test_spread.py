@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import graphpar as gp
-from graphpar.cost_models.spread import BETWEEN, INSIDE, SHARES, of_difference, spreads, together
+from graphpar.cost_models.spread import BETWEEN, ELSEWHERE, INSIDE, SHARES, of_difference, spreads, together
 from graphpar.passes.planning.candidates import surest_first, why_not
 from graphpar.text import spread_text
 from tests.tools.programs import example
@@ -49,3 +49,11 @@ def test_the_report_and_the_plan_say_it() -> None:
     said = spread_text(plan.predicted.step_time_s, plan.predicted.spread_s)
     assert said in str(plan) and said in repr(plan.predicted)
     assert plan.predicted.to_json()["spread_s"] == plan.predicted.spread_s
+
+
+def test_figures_of_another_machine_are_off_by_more() -> None:
+    parts = {"compute": 6.0, "tp": 2.0}
+    here, there = (spreads(parts, {}, elsewhere) for elsewhere in (False, True))
+    assert there == here | {"figures": ELSEWHERE * 8.0}
+    plan = gp.plan(example("gpt"), "2xCPU", mesh={"tp": 2})
+    assert plan.predicted is not None and plan.predicted.spread_s >= ELSEWHERE * plan.predicted.step_time_s
