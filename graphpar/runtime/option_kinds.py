@@ -284,9 +284,16 @@ def seq_text(seq: Seq) -> str:
     return seq if isinstance(seq, str) else "..".join(map(str, seq))
 
 
+def _length(name: str, given: Any, text: str) -> int:
+    try:
+        return _parsed_number(text)
+    except GraphparError as error:
+        raise GraphparError(f"{name} is {given!r}: {error}") from None
+
+
 def _checked_seq(name: str, value: Any) -> Seq:
     if isinstance(value, str) and ".." not in value:
-        listed = sorted({_parsed_number(each) for each in value.split(",")})
+        listed = sorted({_length(name, value, each) for each in value.split(",")})
         if len(listed) < 2 or listed[0] < 2:
             raise GraphparError(
                 f"{name} is {value!r}; it must be a range of lengths, such as 128..4096, or at least two lengths, such as 128,512,4096, "
@@ -299,7 +306,7 @@ def _checked_seq(name: str, value: Any) -> Seq:
             f"{name} is {value!r}; it must be the shortest and the longest length, such as 128..4096, or a list of lengths in a text, "
             "such as '128,512,4096'."
         )
-    least, most = (_parsed_number(end) if isinstance(end, str) else whole_number(name, end) for end in ends)
+    least, most = (_length(name, value, end) if isinstance(end, str) else whole_number(name, end) for end in ends)
     if not 2 <= least < most:
         raise GraphparError(f"{name} is {least}..{most}; a range begins at 2 or more and ends above that.")
     return least, most
