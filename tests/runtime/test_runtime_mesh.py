@@ -363,6 +363,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         reduced=None,
         dtype="fp32",
         scales_loss=False,
+        expert_room=None,
         pp=1,
         fully_sharded=frozenset(),
         stored=lambda _: {"dp_replicate": R},

@@ -44,8 +44,6 @@ def obstacle(program: Manifest) -> str | None:
     """Say why steps of ``program`` can't be captured, as far as its plan tells."""
     if program.mode != "train":
         return "only steps of training are captured"
-    if program.pp > 1:
-        return "torch's schedules of pipelines send and receive from Python"
     if program.fully_sharded:
         return f"ZeRO {program.zero} frees and allocates parameters as it gathers them"
     if program.scales_loss:
@@ -224,7 +222,8 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
-        self._calls.append((operator, args, kwargs or {}, result))
+        if operator.namespace != "profiler":
+            self._calls.append((operator, args, kwargs or {}, result))
         return result
 
     def capture(self, run: Callable[[], None]) -> None:
@@ -233,15 +232,43 @@ class _Calls(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
+        coming, sent = (
+            dict[int, list[Any]](),
+            list[Any](),
+        )  # what stages receive, by its memory, and what they have sent
         for operator, args, kwargs, first in self._calls:
+            packet, memory = operator.overloadpacket, {_memory(each) for each in _tensors((args, kwargs))}
+            if packet not in (torch.ops.c10d.send, torch.ops.c10d.recv_):
+                for work in [work for each in memory & coming.keys() for work in coming.pop(each)]:
+                    work.wait()  # a second time would wait for another message
             again = operator(*args, **kwargs)
+            if packet is torch.ops.c10d.send:
+                sent.append(_work_of(again))
+                continue
+            if packet is torch.ops.c10d.recv_:
+                coming.setdefault(memory.pop(), []).append(_work_of(again))
+                continue
             for then, now in zip(tree_leaves(first), tree_leaves(again), strict=True):
                 if isinstance(now, torch.ScriptObject):  # of a collective that has begun
-                    torch._C._distributed_c10d.Work.unbox(now).wait()
-                elif isinstance(now, Tensor) and now.untyped_storage()._cdata != then.untyped_storage()._cdata:
+                    _work_of(now).wait()
+                elif isinstance(now, Tensor) and _memory(now) != _memory(then):
                     if operator.namespace == "_c10d_functional":
                         now = torch.ops._c10d_functional.wait_tensor(now)
                     then.detach().copy_(now)
+        for work in [*sent, *(work for works in coming.values() for work in works)]:
+            work.wait()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _work_of(boxed: Any) -> Any:
+    return torch._C._distributed_c10d.Work.unbox(boxed)
 
 
 class _Watch(TorchDispatchMode):
@@ -269,8 +296,7 @@ class _Watch(TorchDispatchMode):
 
 def _reason(operator: Any, args: Any, kwargs: Any, result: Any) -> str | None:
     """Say why a call of an operator can't be captured."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    given, made = _tensors((args, kwargs)), _tensors(result)
     name = operator.overloadpacket
     if len({each.device.type for each in (*given, *made)}) > 1:
         return f"{name} takes or makes a tensor on the host"
