@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,9 +22,9 @@ from graphpar.runtime import Pipeline, start
 from graphpar.runtime.distributed import Ranks
 from graphpar.runtime.state.fully_sharded import local
 
-STEPS = 7
-ACCUMULATES, SHORTER, EVALUATES = 3, 5, 4
-"""Steps with ``accumulate``, of fewer batches than before, and after which a batch is evaluated."""
+STEPS = 9
+ACCUMULATES, EVALUATES, FREEZES = 3, 4, 6
+"""The step with ``accumulate``, that after which a batch is evaluated, and that after which a parameter of the first stage is frozen."""
 
 
 def batch_of(batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -54,9 +55,21 @@ def trained(program: Path, ranks: Ranks, cuda_graphs: bool) -> tuple[dict[str, T
             pipeline.zero_grad()
             if step == EVALUATES and pipeline.program.no_eval is None:
                 found["evaluated"] = torch.stack([*(pipeline.eval(batch) or {}).values(), torch.zeros(())])
+            if step == FREEZES:
+                _freeze(pipeline)
         for name, value in pipeline.state_dict().items():
             found[f"state {name}"] = local(value).detach().clone()
     return found, pipeline
+
+
+def _freeze(pipeline: Pipeline) -> None:
+    """Freeze what is the first parameter of rank 0, on all ranks that have it."""
+    names = [next(name for name, _ in pipeline.stages[0].named_parameters())]
+    dist.broadcast_object_list(names, src=0)
+    for stage in pipeline.stages:
+        for name, parameter in stage.named_parameters():
+            if name == names[0]:
+                parameter.requires_grad_(False)
 
 
 def main(folder: str) -> None:

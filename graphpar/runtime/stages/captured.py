@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphpar.runtime.debugging import lone_group
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.runtime.state.gradients import Gradients, Started
@@ -75,10 +73,13 @@ class Captured:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.reason = obstacle(program)
         self.replays = 0
-        self._say()
+        if parameters.groups.rank == 0:
+            self._say()
 
     def _say(self) -> None:
-        if self.reason is not None and dist.get_rank() == 0:
+        """Warn on the first rank of each stage. Ranks need not agree: a step that is replayed sends and sums what a step that runs does."""
+        place = self._parameters.groups.place
+        if self.reason is not None and not any(place[axis] for axis in place if axis != "pp"):
             warnings.warn(f"steps are not captured: {self.reason}", stacklevel=2)
 
     def takes(self, accumulate: bool) -> bool:
@@ -105,7 +106,10 @@ class Captured:
         if step.seen == 2:
             with _watched(self._package) as found:
                 losses = run(values)
-            self._agree(found)
+            if found:
+                self.reason = found[0]
+                self._steps.clear()
+                self._say()
             return losses
         if step.graph is None:
             self._capture(step, run, values)
@@ -133,16 +137,6 @@ class Captured:
                 del self._steps[next(iter(self._steps))]
             self._steps[key] = _Step()
         return self._steps[key]
-
-    def _agree(self, found: Sequence[str]) -> None:
-        """Capture nothing on any rank where one can't; a collective call."""
-        flag = torch.tensor(len(found), dtype=torch.int32, device=self._device)
-        if not lone_group.is_alone():
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if flag.item():
-            self.reason = found[0] if found else "another rank can't: its step waits for the device"
-            self._steps.clear()
-            self._say()
 
     def _capture(self, step: _Step, run: Run, values: Mapping[str, Tensor]) -> None:
         step.values = {name: value.clone() for name, value in values.items()}
