@@ -117,7 +117,7 @@ class Pipeline(Stored):
             self._branches = Branches(self.program, self.stages, self.device)
             self._gradients = Gradients(self._parameters, self.device)
             self.captured = (
-                Captured(self.program, self._parameters, self._gradients, self.device, own.package)
+                Captured(self.program, self._parameters, self._gradients, self.device, own.package, self._backend)
                 if cuda_graphs
                 else None
             )

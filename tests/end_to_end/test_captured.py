@@ -18,7 +18,7 @@ from graphpar.cli.trace import export_file
 from graphpar.frontend.modelfile import example_batch, initial_weights
 from graphpar.ir.precision import Precision
 from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.stages.captured import _Calls, _watched
+from graphpar.runtime.stages.captured import _Calls, _hooks, _unseen, _watched
 from tests.ranks import captured_script
 from tests.tools.programs import example, example_file
 from tests.tools.rank_pool import RankPool
@@ -133,6 +133,22 @@ def test_what_waits_for_the_device_is_found(reads: Any, said: str) -> None:
     with _watched("program") as found:
         reads(torch.ones(3))
     assert bool(found) == bool(said) and (not said or said in found[0])
+
+
+def test_what_a_list_of_calls_does_not_see_is_not_captured() -> None:
+    cpu = torch.device("cpu")
+    assert "inductor compiles" in str(_unseen(cpu, "inductor")) and _unseen(torch.device("cuda"), "inductor") is None
+    assert _unseen(cpu, None) is None and _unseen(cpu, "aot_eager") is None
+
+
+def test_other_hooks_are_another_step() -> None:
+    layer = torch.nn.Linear(2, 2)
+    seen = [list(_hooks(layer))]
+    layer.weight.register_hook(lambda gradient: gradient)
+    seen.append(list(_hooks(layer)))
+    layer.register_forward_hook(lambda *_: None)
+    seen.append(list(_hooks(layer)))
+    assert [len(hooks) for hooks in seen] == [0, 1, 2]
 
 
 def test_only_training_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,12 +53,21 @@ def obstacle(program: Manifest) -> str | None:
     return None
 
 
+def _unseen(device: torch.device, backend: str | None) -> str | None:
+    """Say why a list of calls would lack some: kernels that a backend makes for a CPU are no operators."""
+    if device.type != "cuda" and backend not in (None, "eager", "aot_eager"):
+        return (
+            f"on a CPU calls of operators are replayed, and blocks that {backend} compiles call none; add --no-compile"
+        )
+    return None
+
+
 class Captured:
     """Runs the steps of a program, of which it captures what it can.
 
     Args:
         package: the name under which the emitted package is imported.
-        run: what is captured.
+        backend: of ``torch.compile``, which compiles blocks.
 
     Attributes:
         reason: why steps are not captured; none, as long as nothing is known to prevent it.
@@ -66,12 +75,18 @@ class Captured:
     """
 
     def __init__(
-        self, program: Manifest, parameters: Replicated, gradients: Gradients, device: torch.device, package: str
+        self,
+        program: Manifest,
+        parameters: Replicated,
+        gradients: Gradients,
+        device: torch.device,
+        package: str,
+        backend: str | None = None,
     ) -> None:
         self._parameters, self._gradients, self._device, self._package = parameters, gradients, device, package
         self._steps: dict[Any, _Step] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.reason = obstacle(program)
+        self.reason = obstacle(program) or _unseen(device, backend)
         self.replays = 0
         if parameters.groups.rank == 0:
             self._say()
@@ -126,16 +141,18 @@ class Captured:
     def _step(self, values: Mapping[str, Tensor]) -> _Step:
         """Return the step of these shapes, memory of parameters and parameters to train."""
         stages = self._parameters.stages
+        hooks = [hook for stage in stages for hook in _hooks(stage)]
         state = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
         key = (
             tuple((name, value.shape, value.dtype) for name, value in values.items()),
             tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in state),
-            tuple((module.training, *map(id, _hooks(module))) for stage in stages for module in stage.modules()),
+            tuple(module.training for stage in stages for module in stage.modules()),
+            tuple(map(id, hooks)),
         )
         if key not in self._steps:
             while len(self._steps) >= KEPT:
                 del self._steps[next(iter(self._steps))]
-            self._steps[key] = _Step()
+            self._steps[key] = _Step(hooks)
         return self._steps[key]
 
     def _capture(self, step: _Step, run: Run, values: Mapping[str, Tensor]) -> None:
@@ -152,21 +169,26 @@ class Captured:
         step.gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of ``module``, which run when a step is captured, and not when it is replayed."""
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    ):
-        yield from hooks.values()
+def _hooks(stage: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of the modules and parameters of ``stage``, which run when a step is captured, and not when it is replayed."""
+    for module in stage.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            yield from hooks.values()
+    for parameter in stage.parameters():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield from (getattr(parameter, name, None) or {}).values()
 
 
 @dataclass(eq=False)
 class _Step:
     """A step as it was captured, with memory for what goes into it and what comes out."""
 
+    hooks: list[Any]  # which it keeps, so that no other has the id of one
     seen: int = 0
     graph: _Graph | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
