@@ -51,6 +51,8 @@ def seconds_text(value: float) -> str:
 def spread_text(value: float, spread: float) -> str:
     """``7.64 ± 0.91 s``: seconds, and by how many they may be off."""
     number, unit = seconds_text(value).split(" ")
+    if not spread:
+        return f"{number} {unit}"
     decimals = len(number.partition(".")[2])
     return f"{number} ± {spread * 1e9 / 1000 ** _TIMES.index(unit):,.{decimals}f} {unit}"
 

@@ -98,9 +98,10 @@ class _Asked:
 
 
 def _asked(options: argparse.Namespace) -> _Asked:
-    cluster = Cluster.parse(options.cluster) if options.cluster else None
+    cluster = Cluster.parse(options.cluster).with_headroom(options.memory_headroom) if options.cluster else None
     requested = given_options(options)
-    requested.pop("cluster", None)
+    for name in ("cluster", "memory_headroom"):
+        requested.pop(name, None)
     if options.plan is None:
         pins = plan_request(**requested)  # without hardware nothing is searched
         usual = default_dtype(options.cluster) if options.dtype is None else options.dtype
@@ -120,6 +121,8 @@ def _asked(options: argparse.Namespace) -> _Asked:
     given = read_plan(*record)
     check_alone(given)
     plan = functools.partial(validate_plan, given=given)
+    if cluster is None and given.cluster is not None and options.memory_headroom is not None:
+        cluster = given.cluster.with_headroom(options.memory_headroom)
     return _Asked(given.precision, given.mode, given.seq, cluster or given.cluster, plan, record)
 
 

@@ -276,6 +276,7 @@ def _estimate(parser: Parser) -> None:
     _model(parser)
     parser.add_argument("--plan", metavar="PLAN.json", help="the plan, or the emitted folder with it (default: by the options below)")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="where (default: the plan's own, or this machine's kind)")
+    _add_option(parser, "memory_headroom", options_of(Request)["memory_headroom"])
     parser.add_argument("--memory", action="store_true", help="print what a rank holds, part by part, at each moment of a step")
     parser.add_argument("--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence")
     pins = parser.add_argument_group("a plan without a file: the complete mesh, and what else is not to be usual")

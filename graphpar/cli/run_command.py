@@ -43,7 +43,7 @@ from graphpar.runtime.plan_record import kept_report
 from graphpar.runtime.rendezvous import on_gpus
 from graphpar.runtime.stages.compiled import backend_of
 from graphpar.runtime.stages.modules import check_files
-from graphpar.text import bytes_text, plural, seconds_text
+from graphpar.text import bytes_text, plural, seconds_text, spread_text
 
 TOKENIZER = "tokenizer.json"
 ALONE_STEPS = 5
@@ -174,6 +174,7 @@ def prediction(folder: Path, plan: Mapping[str, Any], devices: int) -> dict[str,
         return None
     return {
         "step_time_s": predicted["step_time_s"],
+        "spread_s": predicted.get("spread_s", 0.0),
         "cluster": predicted["cluster"],
         "figures": predicted["figures"],
         "here": _is_here(plan, devices),
@@ -190,7 +191,7 @@ def _is_here(plan: Mapping[str, Any], devices: int) -> bool:
 def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
     if predicted is None:
         return ""
-    what = f"{seconds_text(predicted['step_time_s'])} {STEPS[plan['mode']]}"
+    what = f"{spread_text(predicted['step_time_s'], predicted['spread_s'])} {STEPS[plan['mode']]}"
     other = "" if predicted["here"] else NOT_HERE
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Repeated
 from graphpar.cost_models.work import (
     ATTENTION_BACKWARD,
@@ -71,7 +72,7 @@ class Compute:
             transposed for the weight's gradient.
     """
 
-    def __init__(self, device: Device, dtype: str = "bf16", cast_bytes: float = 4.0) -> None:
+    def __init__(self, device: Device, dtype: str = "bf16", cast_bytes: float = Execution.cast_bytes) -> None:
         self.device, self.dtype, self.cast_bytes = device, dtype, cast_bytes
         self._tables: dict[int, tuple[Work, _Tables]] = {}
         self._seconds: dict[tuple[int, int], tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]] = {}

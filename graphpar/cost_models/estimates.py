@@ -150,7 +150,7 @@ class Estimate:
     @property
     def room_text(self) -> str:
         """What a rank may take, and why that is not all."""
-        free = f" ({bytes_text(self.memory_bytes)}, of which {bytes_text(self.headroom_bytes)} stay free)"
+        free = f" ({share_text(self.headroom_bytes / self.memory_bytes)} of {bytes_text(self.memory_bytes)} stay free)"
         return f"{bytes_text(self.room_bytes)}{free if self.headroom_bytes else ''}"
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-COMPUTED = ("compute", "host", "turns", "bubble", "uneven")
+COMPUTED = ("compute", "host", "turns", "bubble")
 """Parts of a step that follow from what devices compute."""
 SHARES = {"compute": 0.1, "gradients": 0.4, "optimizer": 0.35, "dp_expert": 0.4, "ep": 0.4}
 """By which share of it each part is off, one standard deviation: the rows of an even router, sums that are hidden or not."""

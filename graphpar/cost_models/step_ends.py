@@ -20,7 +20,7 @@ from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.state.gradients import BUCKET_BYTES
+from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES
 from graphpar.runtime.state.offloaded_state import AT_ONCE
 
 

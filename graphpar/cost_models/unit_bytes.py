@@ -24,7 +24,7 @@ from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.state.gradients import BUCKET_BYTES
+from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES
 from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
 
 Array = NDArray[np.float64]

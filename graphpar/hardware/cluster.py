@@ -28,6 +28,8 @@ _PROFILE = ("graphpar", "machine", "disturbed", "error", "measured")
 """Fields of a profile of ``graphpar calibrate`` besides those of a cluster."""
 _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
+HEADROOM = 0.05
+"""The share of a GPU's memory that plans leave free: by about as much predictions of published runs' memory are off (docs/planning.md)."""
 _Record = TypeVar("_Record", Device, Link)
 
 
@@ -36,7 +38,7 @@ class Cluster:
     """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them.
 
     ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known. ``headroom``: the share of a device's
-    memory that plans leave free.
+    memory that plans leave free; None: nothing is said, and a request takes what is usual.
     """
 
     nodes: int
@@ -45,21 +47,27 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     host_memory_bytes: int | None = None
-    headroom: float = 0.0
+    headroom: float | None = None
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
         check_number("devices_per_node", self.devices_per_node, whole=True)
         if self.host_memory_bytes is not None:
             check_number("host_memory_bytes", self.host_memory_bytes, whole=True)
-        check_number("headroom", self.headroom, zero=True)
-        if self.headroom >= 1:
-            raise GraphparError(f"headroom is {self.headroom}; it must be below 1.")
+        if self.headroom is not None:
+            check_number("headroom", self.headroom, zero=True)
+            if self.headroom >= 1:
+                raise GraphparError(f"headroom is {self.headroom}; it must be below 1.")
+
+    def with_headroom(self, share: float | None = None) -> Cluster:
+        """Return it with what plans leave free: ``share``, else its own, else :data:`HEADROOM` of GPUs."""
+        own = self.headroom if self.headroom is not None or self.device.kind == "cpu" else HEADROOM
+        return replace(self, headroom=own if share is None else share)
 
     @property
     def room_bytes(self) -> int:
         """What a plan may take of a device's memory."""
-        return int(self.device.memory_bytes * (1 - self.headroom))
+        return int(self.device.memory_bytes * (1 - (self.headroom or 0.0)))
 
     @property
     def size(self) -> int:
@@ -144,7 +152,7 @@ class Cluster:
             if device[name] == links[name]:
                 del device[name]
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
-        free = {"headroom": self.headroom} if self.headroom else {}
+        free = {} if self.headroom is None else {"headroom": self.headroom}
         return {
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
@@ -168,7 +176,7 @@ class Cluster:
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         host = _whole(data.get("host_memory_bytes"))
-        free = data.get("headroom", 0.0)
+        free = data.get("headroom")
         return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=free)
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.memory import Memory
+from graphpar.passes.planning.candidates import misfit
 from graphpar.text import bytes_text, indices_text
 
 
@@ -44,7 +45,8 @@ def memory_text(estimate: Estimate) -> list[str]:
         )
         for row in rows
     ]
-    return [f" {estimate.cluster}", *(line.rstrip() for line in lines)]
+    misfits = ["", f" This plan {misfit(estimate)}."] if estimate.missing_bytes > 0 else []
+    return [f" {estimate.cluster}", *(line.rstrip() for line in lines), *misfits]
 
 
 def _bytes(nbytes: int) -> str:

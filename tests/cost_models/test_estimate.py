@@ -18,9 +18,9 @@ import graphpar as gp
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate
+from graphpar.hardware.cluster import HEADROOM
 from graphpar.passes.planning.candidates import why_not
 from graphpar.passes.planning.explain import B, S, in_sequence
-from graphpar.passes.planning.plan_request import HEADROOM
 from graphpar.report.report import render
 from graphpar.text import bytes_text
 from tests.cli.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
@@ -258,7 +258,12 @@ def test_plans_leave_a_share_of_memory_free() -> None:
     assert pinned.predicted.missing_bytes > 0
     assert "stay free)" in " ".join(text_of(gp.partition(program, pinned).report).split())
     assert gp.plan(program, replace(H100, headroom=0.02), mesh={"tp": 4}).cluster.headroom == 0.02
-    assert gp.plan(program, "2xCPU").cluster.headroom == 0
+    assert gp.plan(program, "2xCPU").cluster.headroom is None
+    assert gp.plan(program, replace(H100, headroom=0.0), mesh={"tp": 4}).predicted.headroom_bytes == 0
+    with pytest.raises(
+        gp.GraphparError, match=r"memory_headroom is for a plan that is searched, or priced on a cluster"
+    ):
+        gp.plan(program, mesh={"tp": 2}, memory_headroom=0.5)
     with pytest.raises(gp.GraphparError, match=r"memory_headroom is 1; it must be a share from 0 to below 1"):
         gp.plan(program, "2xH100", memory_headroom=1)
 
@@ -287,7 +292,7 @@ def test_a_pinned_plan_that_does_not_fit_warns() -> None:
     plan = gp.plan(program, small(H100, 2**20), mesh={"pp": 4})
     parts = gp.partition(program, plan)
     first = parts.report["warnings"][0]
-    room = r"973 KiB \(1\.00 MiB, of which 51\.2 KiB stay free\)"
+    room = r"973 KiB \(5% of 1\.00 MiB stay free\)"
     said = rf"This plan does not fit: stage \d needs [\d.,]+ [KM]iB of {room} on 4xH100-SXM-80GB, [\d.,]+ [KM]?i?B too much"
     assert re.match(said, first)
     assert "IT DOES NOT FIT" in " ".join(text_of(parts.report).split()) and "does not fit" in parts.files["report.html"]
@@ -352,6 +357,9 @@ def test_memory_is_a_table_without_a_plan_file(folder: Path, capsys: pytest.Capt
     parts = memory["memory"][peaks.index(max(peaks))]
     assert all(part.replace("_", " ") in printed for part, size in parts.items() if size)
     compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out")
+    tight = [*given, "--memory-headroom", "0.9999", "--memory"]
+    assert "This plan does not fit: stage" in output(capsys, "estimate", *tight)
+    assert "This plan" not in printed
     assert "--mesh is decided by the plan" in message(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--mesh", "pp=2")
 
 

@@ -18,7 +18,7 @@ from graphpar.cli.trace import export_file
 from graphpar.frontend.modelfile import example_batch, initial_weights
 from graphpar.ir.precision import Precision
 from graphpar.runtime.manifest import load_manifest
-from graphpar.runtime.stages.captured import _Calls, _hooks, _unseen, _watched
+from graphpar.runtime.stages.captured import IDLE, KEPT, Captured, _Calls, _hooks, _Step, _unseen, _watched
 from tests.ranks import captured_script
 from tests.tools.programs import example, example_file
 from tests.tools.rank_pool import RankPool
@@ -86,6 +86,7 @@ def test_replayed_steps_are_those_that_run(tmp_path: Path, pool: RankPool) -> No
     check([("gpt_dropout", "replicas"), ("gpt_dropout", "zero 1")], tmp_path, pool)
 
 
+@pytest.mark.costly
 def test_what_cant_be_captured_runs_and_says_why(tmp_path: Path, pool: RankPool) -> None:
     seen = check([("mixtral", "ep")], tmp_path, pool)
     (said,) = seen["mixtral ep"]["said"]
@@ -139,6 +140,16 @@ def test_what_a_list_of_calls_does_not_see_is_not_captured() -> None:
     cpu = torch.device("cpu")
     assert "inductor compiles" in str(_unseen(cpu, "inductor")) and _unseen(torch.device("cuda"), "inductor") is None
     assert _unseen(cpu, None) is None and _unseen(cpu, "aot_eager") is None
+
+
+def test_a_fifth_step_has_a_place_once_another_is_idle() -> None:
+    captured = Captured.__new__(Captured)
+    captured._steps = {place: _Step([], seen=3, last=place, graph=_Calls()) for place in range(KEPT)}
+    captured._ran = IDLE
+    assert not captured._has_place() and len(captured._steps) == KEPT
+    captured._ran = IDLE + 1
+    assert captured._has_place() and list(captured._steps) == [*range(1, KEPT)]
+    assert captured._has_place() and len(captured._steps) == KEPT - 1
 
 
 def test_other_hooks_are_another_step() -> None:

@@ -77,6 +77,7 @@ def differ(found: Mapping[str, Any], kind: str) -> bool:
     return not same
 
 
+@pytest.mark.costly
 def test_programs_are_the_model_whether_rows_have_room_or_not_and_no_layer_waits(
     tmp_path: Path, pool: RankPool
 ) -> None:

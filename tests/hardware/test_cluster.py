@@ -16,10 +16,9 @@ from torch import nn
 import graphpar as gp
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.sharding import ShardingCosts
-from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.cluster import HEADROOM, Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named, figures_of
 from graphpar.passes.compilation import priced
-from graphpar.passes.planning.plan_request import HEADROOM
 from graphpar.report.report import report_data
 from graphpar.runtime.mesh import Mesh
 from tests.docs.test_docs import ALL

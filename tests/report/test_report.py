@@ -18,8 +18,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.hardware.cluster import HEADROOM
 from graphpar.passes.compilation import priced
-from graphpar.passes.planning.plan_request import HEADROOM, on_one_device
+from graphpar.passes.planning.plan_request import on_one_device
 from graphpar.report.charts import memory_over_time
 from graphpar.report.phrases import parts_text, peak_text
 from graphpar.report.report import (

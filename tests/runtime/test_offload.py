@@ -21,7 +21,7 @@ from graphpar.runtime.debugging.rank_alone import draw_values
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.stages.cast_once import CastOnce
 from graphpar.runtime.stages.offloaded_activations import OffloadedActivations
-from graphpar.runtime.state import gradients, offloaded_state
+from graphpar.runtime.state import gradient_buckets, gradients, offloaded_state
 from graphpar.runtime.state import host as host_module
 from graphpar.runtime.state.fully_sharded import like
 from graphpar.runtime.state.host import Host, pretended
@@ -206,7 +206,7 @@ def test_gradients_on_the_host_are_summed_and_clipped_for_the_device(monkeypatch
     def multiply(parts: list[Tensor], scale: Tensor) -> None:
         assert all(part.device == scale.device and part.dtype == scale.dtype for part in parts)
 
-    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(gradient_buckets.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(torch, "_foreach_mul_", multiply)  # a fake one takes a number of another device
     with FakeTensorMode(), torch.no_grad():
         shards = [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(5))]
@@ -214,8 +214,8 @@ def test_gradients_on_the_host_are_summed_and_clipped_for_the_device(monkeypatch
             shard.grad = torch.empty_like(shard)
         norm = gradients.clip(shards, shards, 1.0, gpu)
         assert norm.device == gpu and shards[0].grad is not None and shards[0].grad.device.type == "cpu"
-        partials = [gradients._Partial([shard], before=[None]) for shard in shards]
-        bucket = gradients._Bucket(None, gpu, partials, False, torch.bfloat16)  # type: ignore[arg-type]
+        partials = [gradient_buckets.Partial([shard], before=[None]) for shard in shards]
+        bucket = gradient_buckets.Bucket(None, gpu, partials, False, torch.bfloat16)  # type: ignore[arg-type]
         bucket.send()
         bucket.receive(iter([True, True]))
         for shard, partial in zip(shards, partials):

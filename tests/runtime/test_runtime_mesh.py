@@ -21,7 +21,8 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.launching.worker import JobResult, run_jobs
 from graphpar.runtime.layout import R, coordinates, joined_all, local_shard, parse_type, rank_at, shard_places
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.state.gradients import BUCKET_BYTES, Gradients, buckets
+from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES, buckets
+from graphpar.runtime.state.gradients import Gradients
 from graphpar.runtime.state.parameters import Replicated
 from graphpar.runtime.state.replicas import checksum
 from graphpar.verification import Reference, Verification, compare
@@ -344,8 +345,8 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
     def all_reduce(tensor: Tensor, **options: Any) -> None:
         events.append(f"sum of {tensor.numel()}" if options.get("async_op") else "flags")
 
-    monkeypatch.setattr("graphpar.runtime.state.gradients.dist.all_reduce", all_reduce)
-    monkeypatch.setattr("graphpar.runtime.state.gradients.BUCKET_BYTES", 1)
+    monkeypatch.setattr("graphpar.runtime.state.gradient_buckets.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("graphpar.runtime.state.gradient_buckets.BUCKET_BYTES", 1)
     group, microbatches = object(), 2
     replicas = SimpleNamespace(
         rank=0,

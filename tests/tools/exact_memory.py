@@ -34,7 +34,7 @@ from graphpar.ir.stage import Stage
 from graphpar.passes.planning.prices import table_of
 from graphpar.runtime.layout import R
 from graphpar.runtime.stages.split_backward import splits_exactly
-from graphpar.runtime.state.gradients import buckets
+from graphpar.runtime.state.gradient_buckets import buckets
 from graphpar.schedules.action_table import ActionTable
 from graphpar.schedules.simulation import in_flight
 

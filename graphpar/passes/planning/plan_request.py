@@ -45,9 +45,6 @@ from graphpar.runtime.stages.compiled import obstacle
 from graphpar.runtime.stages.dropout import EXACT
 from graphpar.schedules.action_table import load_table, parse_table
 
-HEADROOM = 0.05
-"""The share of a GPU's memory that plans leave free: memory of published runs that say how they measure is predicted to about as much
-(docs/planning.md)."""
 Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 
 
@@ -59,7 +56,7 @@ def plan_request(cluster: Cluster | int | str | Path | None = None, **options: A
     """
     given = checked(options)
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
-    hardware = _with_headroom(hardware, given.get("memory_headroom")) if isinstance(hardware, Cluster) else hardware
+    hardware = hardware.with_headroom(given.get("memory_headroom")) if isinstance(hardware, Cluster) else hardware
     table, shard_plan, split, mesh = (given.get(name) for name in ("table", "shard_plan", "split", "mesh"))
     if isinstance(table, Path):
         table = str(load_table(table))
@@ -122,14 +119,12 @@ def _planned(program: Program, pins: PlanConstraints, show: Callable[[str], None
             return chosen
         return _priced(program, chosen, pins, pins.cluster)
     mesh = Mesh.resolve(pins.mesh, pins.devices).degrees() if pins.complete else pins.mesh
-    cluster = pins.cluster or _with_headroom(Cluster.of_this_machine(pins.size), pins.memory_headroom)
+    cluster = pins.cluster or _this_machine(pins)
     return search_plan(program, replace(pins, cluster=cluster, mesh=mesh), show)
 
 
-def _with_headroom(cluster: Cluster, share: float | None) -> Cluster:
-    """Return ``cluster`` with what its plans leave free: ``share``, else what it has, else what is usual on its devices."""
-    usual = cluster.headroom or (HEADROOM if cluster.device.kind != "cpu" else 0.0)
-    return replace(cluster, headroom=usual if share is None else share)
+def _this_machine(pins: PlanConstraints) -> Cluster:
+    return Cluster.of_this_machine(pins.size).with_headroom(pins.memory_headroom)
 
 
 def _priced(program: Program, plan: Planned, pins: PlanConstraints, cluster: Cluster) -> Planned:
@@ -146,7 +141,7 @@ def _priced(program: Program, plan: Planned, pins: PlanConstraints, cluster: Clu
 def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
     *less, most = least_first(program, bool(pins.overlap_tp), pins.offload)
-    cluster = pins.cluster or Cluster.of_this_machine(pins.size)
+    cluster = pins.cluster or _this_machine(pins)
     for kind in less:
         plan = _planned(program, replace(pins, recompute=kind))
         estimate = plan.predicted or estimate_plan(program, plan, cluster)
@@ -276,6 +271,10 @@ def _check(pins: PlanConstraints) -> None:
             check_pipelined(pins.schedule, mesh)
     if pins.compile:
         _check_compile(pins)
+    if pins.memory_headroom is not None and pins.cluster is None and not pins.searched and pins.recompute != AUTO:
+        raise GraphparError(
+            "memory_headroom is for a plan that is searched, or priced on a cluster; give --cluster, or leave it out."
+        )
     pins.check_one_way()
     if pins.shard_plan is not None:
         if not isinstance(pins.shard_plan, Mapping):

@@ -29,11 +29,13 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.dropout import KERNEL
-from graphpar.runtime.state.gradients import Gradients, Started
+from graphpar.runtime.state.gradient_buckets import Started
+from graphpar.runtime.state.gradients import Gradients
 from graphpar.runtime.state.parameters import Replicated
 
-KEPT = 4
-"""How many steps of other shapes, or with other parameters to train, are kept."""
+KEPT, IDLE, KNOWN = 4, 64, 64
+"""How many captured steps are kept, after how many steps in which it was not replayed one gives its place to another, and of how many other
+steps it is known how often they ran."""
 Run = Callable[[Mapping[str, Tensor]], Tensor | None]
 """Forward and backward of a replica's rows; returns the losses of its microbatches."""
 
@@ -87,7 +89,7 @@ class Captured:
         self._steps: dict[Any, _Step] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.reason = obstacle(program) or _unseen(device, backend)
-        self.replays = 0
+        self.replays = self._ran = 0
         if parameters.groups.rank == 0:
             self._say()
 
@@ -115,8 +117,8 @@ class Captured:
         """
         self._parameters.arrive()
         step = self._step(values)
-        step.seen += 1
-        if step.seen == 1:
+        step.seen, step.last, self._ran = step.seen + 1, self._ran, self._ran + 1
+        if step.seen == 1 or (step.seen > 2 and step.graph is None and not self._has_place()):
             return run(values)
         if step.seen == 2:
             with _watched(self._package) as found:
@@ -150,10 +152,22 @@ class Captured:
             tuple(map(id, hooks)),
         )
         if key not in self._steps:
-            while len(self._steps) >= KEPT:
-                del self._steps[next(iter(self._steps))]
+            others = [each for each, step in self._steps.items() if step.graph is None]
+            for other in others[: max(0, len(others) - KNOWN + 1)]:
+                del self._steps[other]
             self._steps[key] = _Step(hooks)
         return self._steps[key]
+
+    def _has_place(self) -> bool:
+        """Whether one more step may be captured; the one that was not replayed for the longest time gives way."""
+        captured = sorted((step.last, key) for key, step in self._steps.items() if step.graph is not None)
+        if len(captured) < KEPT:
+            return True
+        last, key = captured[0]
+        if self._ran - last <= IDLE:
+            return False
+        del self._steps[key]
+        return True
 
     def _capture(self, step: _Step, run: Run, values: Mapping[str, Tensor]) -> None:
         step.values = {name: value.clone() for name, value in values.items()}
@@ -190,6 +204,7 @@ class _Step:
 
     hooks: list[Any]  # which it keeps, so that no other has the id of one
     seen: int = 0
+    last: int = 0
     graph: _Graph | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
     losses: Tensor | None = None

@@ -60,7 +60,7 @@ class ExpertRoom:
             for buffer, value in zip(buffers, before):
                 buffer.copy_(value)
         forget()
-        if not self.repeated:
+        if not self.repeated and (lone_group.is_alone() or dist.get_rank() == 0):
             warnings.warn(
                 f"a rank had more rows of its experts than expert_room={self._room} times the mean, so the batch is computed again, with a "
                 "wait for the device in each layer; a larger room avoids it. pipeline.repeated_steps counts such batches",

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,212 +34,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from graphpar.runtime.axes import REPLICAS
-from graphpar.runtime.debugging.events import delay, event
 from graphpar.runtime.debugging.fp64 import current
-from graphpar.runtime.distributed import StopSignal, agreed, gather_tensors, read_later
+from graphpar.runtime.distributed import StopSignal, agreed, gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, R, Shard
 from graphpar.runtime.state.fully_sharded import like, local
+from graphpar.runtime.state.gradient_buckets import Bucket, Partial, Presence, Started, Sum, UnitBucket, buckets, send
 from graphpar.runtime.state.parameters import Replicated
 from graphpar.runtime.state.replicas import ROUND_APART, checksum
-from graphpar.runtime.state.units import Unit, counts_of_copies, pieces_of
-
-BUCKET_BYTES = 25 * 2**20
-"""The largest bucket of one all-reduce; a larger parameter has one alone."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A sum that began in the backward, and of which of its gradients this rank had one."""
-
-    flat: Tensor
-    present: list[bool]
-
-
-@dataclass(eq=False)
-class _Partial:
-    """A parameter whose gradient must be summed, over ranks or several copies on this rank, or made equal."""
-
-    copies: Sequence[nn.Parameter]
-    name: str = ""
-    alike: tuple[str, ...] = ()  # axes whose ranks compute the same gradient, but for its last bits
-    before: list[Tensor | None] = field(default_factory=list)
-    total: Tensor | None = None
-
-    def take_part(self) -> Tensor | None:
-        """Remove the gradients of this rank's copies and return their sum; ``None`` when no copy has one."""
-        total: Tensor | None = None
-        for copy in self.copies:
-            if copy.grad is not None and copy.requires_grad:
-                total = local(copy.grad) if total is None else total + local(copy.grad)
-                copy.grad = None
-        return total
-
-    def give(self) -> None:
-        """Set every copy's gradient to ``total`` (if there is one), added to what was set aside."""
-        total = self.total
-        for i, (copy, before) in enumerate(zip(self.copies, self.before)):
-            if total is None:
-                copy.grad = before
-            elif before is None:
-                copy.grad = like(copy, total if i == 0 else total.clone())
-            else:
-                local(before).add_(total)
-                copy.grad = before
-        self.before, self.total = [], None
-
-
-@dataclass(eq=False)
-class _Sum:
-    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank
-    alone."""
-
-    group: dist.ProcessGroup | None
-    reduced: bool = False  # whether these ranks are replicas
-    beyond: bool = False  # whether they are more than that
-    early: bool = False  # whether it may be summed while the backward still runs
-    partials: list[_Partial] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Gradients that are summed by one all-reduce."""
-
-    group: dist.ProcessGroup
-    device: torch.device  # of the ranks, on which sums are made wherever gradients live
-    partials: list[_Partial]
-    early: bool
-    dtype: torch.dtype | None  # of the sum; None: that of the parameters
-    incomplete: set[nn.Parameter] = field(default_factory=set)  # whose gradients of this step are yet to come
-    present: list[bool] = field(default_factory=list)
-    flat: Tensor | None = None
-    work: dist.Work | None = None
-
-    def send(self) -> None:
-        """Start the all-reduce."""
-        self.flat = self._taken()
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it settles when the next one has started, so that the device holds two at most."""
-        return any(partial.copies[0].device.type != self.device.type for partial in self.partials)
-
-    def settle(self) -> None:
-        """Wait for the sums, and let those of gradients that live on the host go there."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-            assert self.flat is not None
-            if self.alone:
-                self.flat = self.flat.cpu()
-
-    def _taken(self) -> Tensor:
-        """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
-        parts = [partial.take_part() for partial in self.partials]
-        self.present = [part is not None for part in parts]
-        delay("before_reduce")
-        event("reduce")
-        given = [_or_zero(part, partial) for part, partial in zip(parts, self.partials)]
-        flat = torch.cat([part.to(self.device).reshape(-1) for part in given])
-        return flat if self.dtype is None else flat.to(self.dtype)
-
-    def receive(self, has_gradient: Iterator[bool]) -> None:
-        """Wait for the sums, and give those that some rank has (``has_gradient``) to the parameters."""
-        assert self.flat is not None
-        self.settle()
-        event("reduce_done")
-        shapes = [local(partial.copies[0]).shape for partial in self.partials]
-        for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
-            partial.total = gradient.to(local(partial.copies[0])) if next(has_gradient) else None
-
-
-@dataclass(eq=False, kw_only=True)
-class _UnitBucket(_Bucket):
-    """The gradients of a unit of ZeRO level 1: each rank gets the sums that belong to its pieces."""
-
-    unit: Unit
-    works: list[dist.Work] = field(default_factory=list)
-    alone = True
-
-    def send(self) -> None:
-        """Start to sum them to the ranks of the pieces."""
-        flat = self._taken()
-        padding = self.unit.flat.numel() - flat.numel()
-        self.works, self.flat = self.unit.reduce(torch.cat([flat, flat.new_zeros(padding)]) if padding else flat)
-
-    def settle(self) -> None:
-        """Wait for the sums, and free the rest of the unit's gradients."""
-        assert self.flat is not None
-        while self.works:
-            self.works.pop().wait()
-        if self.flat.numel() * self.flat.element_size() < self.flat.untyped_storage().nbytes():
-            self.flat = self.flat.clone()
-
-    def receive(self, has_gradient: Iterator[bool]) -> None:
-        """Wait for the sums, and set the gradients of this rank's pieces that some rank has (``has_gradient``)."""
-        self.settle()
-        assert self.flat is not None
-        event("reduce_done")
-        for name, has_one in zip(self.unit.names, list(itertools.islice(has_gradient, len(self.unit.names)))):
-            piece = self.unit.pieces.get(name)
-            if has_one and piece is not None and piece.requires_grad:  # a piece may be frozen by itself
-                piece.grad = self.flat[slice(*self.unit.places[name])].view(piece.shape).to(piece.dtype)
-
-
-class _Presence:
-    """Which parameters of the buckets of a group have a gradient on some rank, so that all of them get the sum.
-
-    It follows from the program and from ``requires_grad``. So ranks ask each other in every step, but wait for the answer only where what
-    they ask is new. Else it comes to the host while the next step runs, and must then be what it was.
-    """
-
-    def __init__(self) -> None:
-        self._question: tuple[object, ...] = ()
-        self._flags = torch.empty(0)
-        self._found: list[bool] | None = None
-        self._coming: Callable[[], list[int]] | None = None
-        self._names: list[str] = []
-
-    def ask(self, group: dist.ProcessGroup, buckets: Sequence[_Bucket], device: torch.device) -> None:
-        """Start to ask the ranks of ``group``; a collective call."""
-        self.check()
-        partials = [partial for bucket in buckets for partial in bucket.partials]
-        present = [flag for bucket in buckets for flag in bucket.present]
-        copies = [copy for partial in partials for copy in partial.copies]
-        question = (*present, *map(id, copies), *(copy.requires_grad for copy in copies))
-        if question != self._question:
-            self._question, self._found, self._names = question, None, [partial.name for partial in partials]
-            self._flags = torch.tensor(present, dtype=torch.int32, device=device)
-        flags = self._flags.clone()
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        self._coming = read_later(flags)
-
-    def answer(self) -> list[bool]:
-        """Return which have one; it waits for the device where that is not known."""
-        if self._found is None:
-            self._found = self._arrived()
-        return self._found
-
-    def check(self) -> None:
-        """Look at the answer that was not waited for, if there is one.
-
-        Raises:
-            RuntimeProgramError: it is not the one before.
-        """
-        if self._coming is None or self._found is None:
-            return
-        found = self._arrived()
-        if found != self._found:
-            name = next(name for name, *two in zip(self._names, found, self._found) if two[0] != two[1])
-            raise RuntimeProgramError(
-                f"in the last step others began or ceased to have a gradient of {name}, and this one did not; train the same on all ranks"
-            )
-
-    def _arrived(self) -> list[bool]:
-        assert self._coming is not None
-        read, self._coming = self._coming, None
-        return [bool(flag) for flag in read()]
+from graphpar.runtime.state.units import counts_of_copies, pieces_of
 
 
 class Gradients:
@@ -258,7 +60,7 @@ class Gradients:
         everyone = counts_of_copies(parameters.stages, program, groups)
         self.counted: list[nn.Parameter] = []
         """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
-        sums: dict[Any, _Sum] = {}
+        sums: dict[Any, Sum] = {}
         # alike on all ranks: those of other stages first, and within a stage the last used first, as a backward goes
         for name in dict.fromkeys(reversed([name for counts in everyone for name in counts])):
             holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
@@ -275,9 +77,9 @@ class Gradients:
                 early &= not parameters.sums_first
                 beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
                 reduced = bool(set(axes) & set(REPLICAS))
-                sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
+                sums[key] = Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
             if copies and (elsewhere or len(copies) > 1 or parameters.units or aside or alike):
-                sums[key].partials.append(_Partial(copies, name, alike))
+                sums[key].partials.append(Partial(copies, name, alike))
             replicated = [
                 axis for axis, kind in spec.items() if not isinstance(kind, Shard) and axis not in parameters.divides
             ]
@@ -304,12 +106,12 @@ class Gradients:
             (name, each) for name, each in named if copied and not each.requires_grad and each.itemsize == 2
         ]
         self._trained: set[nn.Parameter] = set()  # while there are gradients that are not reduced
-        self._alone: list[_Partial] = []
-        self._of_units: list[_Bucket] = []
-        self._buckets: list[_Bucket] = []
+        self._alone: list[Partial] = []
+        self._of_units: list[Bucket] = []
+        self._buckets: list[Bucket] = []
         self._sent = 0
-        self._presence: dict[tuple[dist.ProcessGroup, type[_Bucket]], _Presence] = {}
-        self._to_come: dict[nn.Parameter, tuple[int, _Bucket]] = {}
+        self._presence: dict[tuple[dist.ProcessGroup, type[Bucket]], Presence] = {}
+        self._to_come: dict[nn.Parameter, tuple[int, Bucket]] = {}
         arrived = weakref.WeakMethod(self._arrived)  # a parameter must not keep process groups alive
         watched = [copy for total in self._sums if total.early for partial in total.partials for copy in partial.copies]
         if self._early_units:
@@ -353,14 +155,14 @@ class Gradients:
             for indices in buckets([local(partial.copies[0]) for partial in trained]):
                 partials = [trained[i] for i in indices]
                 dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
-                self._buckets.append(_Bucket(total.group, self.device, partials, total.early, dtype))
+                self._buckets.append(Bucket(total.group, self.device, partials, total.early, dtype))
         if self._may_repeat:
             self._unreduced = {each: each.grad.clone() for each in self._held if each.grad is not None}
         self._of_units = [
-            _UnitBucket(
+            UnitBucket(
                 group,
                 self.device,
-                [_Partial(copies) for copies in unit.copies],
+                [Partial(copies) for copies in unit.copies],
                 self._early_units,
                 self._reduce_dtype,
                 unit=unit,
@@ -388,7 +190,7 @@ class Gradients:
         """
         queue = list(itertools.takewhile(lambda bucket: bucket.early, [*self._of_units, *self._buckets]))
         for at in range(self._sent, len(queue)):
-            _send(queue, at)
+            send(queue, at)
         for bucket in queue:
             bucket.settle()
         for parameter in self._held:
@@ -495,7 +297,7 @@ class Gradients:
             self._refusal.remove()
             self._refusal = None
 
-    def _dtype_of_sum(self, total: _Sum, own: torch.dtype) -> torch.dtype | None:
+    def _dtype_of_sum(self, total: Sum, own: torch.dtype) -> torch.dtype | None:
         """Return the dtype of a sum: over replicas as planned, over other ranks the parameter's, over both the wider one."""
         if self._reduce_dtype is None or not total.reduced:
             return None
@@ -512,7 +314,7 @@ class Gradients:
             bucket.incomplete.discard(parameter)
             queue = [*self._of_units, *self._buckets]
             while self._sent < len(queue) and queue[self._sent].early and not queue[self._sent].incomplete:
-                _send(queue, self._sent)
+                send(queue, self._sent)
                 self._sent += 1
 
     def started(self) -> list[Started]:
@@ -555,7 +357,7 @@ class Gradients:
         self._reduced()
         return finite
 
-    def _unscale(self, partials: Sequence[_Partial], scale: float) -> bool:
+    def _unscale(self, partials: Sequence[Partial], scale: float) -> bool:
         """Divide the sums by ``scale``, or drop them all where one is not finite on any rank; a collective call."""
         overflown = torch.zeros((), device=self.device)
         for partial in partials:
@@ -568,7 +370,7 @@ class Gradients:
             partial.total = None
         return finite
 
-    def _make_equal(self, partials: Sequence[_Partial]) -> None:
+    def _make_equal(self, partials: Sequence[Partial]) -> None:
         """Give ranks that compute the same gradient that of the first of them; a collective call where there are any.
 
         Axes one after the other, so that in the end all have that of the first rank on each. What gradients there are follows from the
@@ -584,15 +386,15 @@ class Gradients:
                 for i, total in zip(indices, pieces_of(flat, [part.shape for part in parts])):
                     given[i][0].total = total.to(given[i][1].device)
 
-    def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
+    def _complete(self, buckets: Sequence[Bucket], sent: int) -> None:
         """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
         for at in range(sent, len(buckets)):
-            _send(buckets, at)
-        by_group: dict[dist.ProcessGroup, list[_Bucket]] = {}
+            send(buckets, at)
+        by_group: dict[dist.ProcessGroup, list[Bucket]] = {}
         for bucket in buckets:
             by_group.setdefault(bucket.group, []).append(bucket)
         presences = {
-            group: self._presence.setdefault((group, type(own[0])), _Presence()) for group, own in by_group.items()
+            group: self._presence.setdefault((group, type(own[0])), Presence()) for group, own in by_group.items()
         }
         for group, presence in presences.items():
             presence.ask(group, by_group[group], self.device)
@@ -609,34 +411,6 @@ class Gradients:
             yield f"{waiting} reductions of gradients have not been started"
         if aside := sum(bool(partial.before) for total in self._sums for partial in total.partials):
             yield f"the gradients of {aside} parameters from earlier steps are set aside"
-
-
-def _send(buckets: Sequence[_Bucket], at: int) -> None:
-    """Start the next sum, and let the one before it end where the device is to hold no more than two."""
-    buckets[at].send()
-    if at and buckets[at - 1].alone:
-        buckets[at - 1].settle()
-
-
-def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
-    if part is not None:
-        return part
-    copy = partial.copies[0]
-    return torch.zeros_like(local(copy), dtype=copy.grad_dtype or copy.dtype, requires_grad=False)
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of tensors that are summed together: of one dtype, in order, at most ``BUCKET_BYTES`` or one alone."""
-    closed: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    sizes: dict[torch.dtype, int] = {}
-    for i, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if tensor.dtype in filling and sizes[tensor.dtype] + size > BUCKET_BYTES:
-            closed.append(filling.pop(tensor.dtype))
-        filling.setdefault(tensor.dtype, []).append(i)
-        sizes[tensor.dtype] = size + (sizes[tensor.dtype] if len(filling[tensor.dtype]) > 1 else 0)
-    return closed + list(filling.values())
 
 
 @torch.no_grad()

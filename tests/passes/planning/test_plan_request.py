@@ -14,7 +14,8 @@ import torch
 
 import graphpar as gp
 from graphpar import api
-from graphpar.passes.planning.plan_request import HEADROOM, plan_request
+from graphpar.hardware.cluster import HEADROOM
+from graphpar.passes.planning.plan_request import plan_request
 from graphpar.passes.planning.search import Planner
 from graphpar.passes.planning.validate_plan import check_alone
 from graphpar.runtime.manifest import load_manifest
