@@ -301,7 +301,7 @@ def _sweep(parser: Parser) -> None:
 def _calibrate(parser: Parser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
     parser.add_argument("--processes", type=count, metavar="N", help="ranks (default: one a core, or a GPU)")
-    parser.add_argument("--quick", action="store_true", help="few, small shapes: seconds instead of a minute, less accurate")
+    parser.add_argument("--quick", action="store_true", help="few shapes: seconds instead of a minute, less accurate")
     parser.add_argument("--patience", type=seconds, default=60.0, metavar="S",
                         help="seconds to wait while others use the machine (default: 60)")
     parser.add_argument("--force", action="store_true", help="write the profile even if others disturbed it or the fit is bad")

@@ -96,7 +96,7 @@ def calibrate(
     Args:
         kind: ``cpu`` or ``cuda``.
         processes: ranks that exchange data; by default as many as there are GPUs, or cores for their threads.
-        quick: few, small shapes: seconds instead of a minute, less accurate.
+        quick: few shapes: seconds instead of a minute, less accurate.
         patience_s: seconds to wait, in all, while others use the machine.
 
     Raises:

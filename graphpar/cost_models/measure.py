@@ -67,6 +67,8 @@ PRODUCTS = (
     (1024, 256, 1024), (256, 1024, 256), (128, 128, 4096), (1024, 1024, 1024),
 )  # fmt: skip
 """(m, n, k): rows, outputs and inputs of a linear layer."""
+QUICK_PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 256, 1024))
+"""Of these, as few as are fitted to nearly the same figures: small ones alone lie in caches, and say nothing of memory."""
 GPU_PRODUCTS = (
     (4096, 4096, 1024), (4096, 1024, 4096), (4096, 4096, 4096), (2048, 11008, 4096), (8192, 8192, 8192), (16384, 8192, 2048),
 )  # fmt: skip
@@ -89,7 +91,7 @@ class Request:
     Attributes:
         at_once: numbers of ranks that run a case at the same time.
         budget_s: seconds for each case.
-        quick: small shapes only.
+        quick: few shapes.
         patience_s: see :class:`graphpar.cost_models.contention.Watch`.
     """
 
@@ -136,9 +138,9 @@ class Case:
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Yield all cases but the collectives."""
     gpu = device.type == "cuda"
-    products = PRODUCTS[:4] if quick else PRODUCTS + (GPU_PRODUCTS if gpu else ())
-    traffic = TRAFFIC[:2] if quick else TRAFFIC + (GPU_TRAFFIC if gpu else ())
-    attention = ATTENTION[:1] if quick else ATTENTION + (GPU_ATTENTION if gpu else ())
+    products = QUICK_PRODUCTS if quick else PRODUCTS + (GPU_PRODUCTS if gpu else ())
+    traffic = TRAFFIC[::3] if quick else TRAFFIC + (GPU_TRAFFIC if gpu else ())
+    attention = ATTENTION[:2] if quick else ATTENTION + (GPU_ATTENTION if gpu else ())
     dtypes = ("fp32", "tf32", "bf16", "fp16") if gpu else ("fp32",)
     yield from _operators(device)
     for dtype in dtypes:
@@ -357,7 +359,7 @@ def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
         rows += [Row(case.what, case.shape, case.dtype, count, sum(each) / len(each)) for count, each in found.items()]
     if ranks.world_size > 1:
         gpu = ranks.device.type == "cuda"
-        sizes = COLLECTIVES[::6] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if gpu else ())
+        sizes = COLLECTIVES[::3] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if gpu else ())
         for nbytes in sizes:
             rows += _collectives(nbytes, ranks, watch, request.budget_s)
         if not gpu:
