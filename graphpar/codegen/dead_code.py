@@ -20,7 +20,7 @@ import graphpar.emitted
 from graphpar.codegen.formatting import WIDTH, wrapped
 from graphpar.codegen.sources import bound
 
-WHOLE = ("kv_cache", "recomputation", "gathering")
+WHOLE = ("kv_cache", "recomputation", "pointwise", "gathering")
 """Modules that are copied as they are."""
 ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
 """What the runtime and ``check`` use of a module, by its name."""

@@ -34,10 +34,12 @@ from graphpar.codegen.scripts import launch_files, script
 from graphpar.codegen.token_inputs import classes, vocabularies
 from graphpar.codegen.units import (
     GATHERING,
+    POINTWISE,
     RECOMPUTING,
     optimizer_units_function,
     recomputation_function,
     recomputed_in,
+    recomputing_file,
     units_function,
     units_of,
 )
@@ -55,7 +57,7 @@ from graphpar.ir.program import (
     concrete_shape,
     value_of,
 )
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.naming import free_name
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype, rounded_weights, working_dtypes
@@ -155,7 +157,7 @@ def _package(
     used |= {"random_streams"} if program.random_calls else set()
     used |= {"collectives"} if plan.sharding.all_degrees else set()
     used |= {"layers"} if any("from . import layers\n" in text for text in files.values()) else set()
-    used |= {"gathering" if how.kind == GATHERS else "recomputation" for how in recomputed.values()}
+    used |= {recomputing_file(how) for how in recomputed.values()}
     files = without_unused(files | library_files(name for name in used if name is not None))
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
@@ -363,6 +365,7 @@ def _assembled(
         *OF_FILES.items(),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
+        ("pointwise", POINTWISE),
         ("gathering", GATHERING),
     ):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))

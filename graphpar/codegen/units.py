@@ -21,7 +21,7 @@ from graphpar.codegen.formatting import wrapped
 from graphpar.codegen.stage_printer import loop_variable
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.operators.gradients import blocks_without_backward, is_read_in_backward
 from graphpar.operators.parameter_casts import read_otherwise
@@ -33,8 +33,8 @@ SHARDED_UNITS, OPTIMIZER_UNITS, RECOMPUTED_UNITS = "fully_shard_units", "optimiz
 """The functions that are printed."""
 RECOMPUTING = ("recompute", "recompute_selectively", "recompute_but")
 """The functions of ``recomputation.py``."""
-GATHERING = ("gather_again",)
-"""The functions of ``gathering.py``."""
+POINTWISE, GATHERING = ("recompute_pointwise",), ("gather_again",)
+"""The functions of ``pointwise.py`` and ``gathering.py``."""
 
 
 # ---- which modules are units -----------------------------------------------------------------------------------
@@ -258,6 +258,12 @@ _KEPT = {
     "selective": "what enters it and what recompute_selectively names (recomputation.py)",
     "full": "only what enters it",
 }
+_BY_HOOKS = {
+    "pointwise": "computes the results of pointwise operators and norms again where its backward reads them",
+    "gathers": "keeps the shards of what it gathers, and gathers again in the backward",
+    "gathers+pointwise": "keeps the shards of what it gathers, and in the backward gathers again, and computes the results of pointwise "
+    "operators and norms again",
+}
 _BUDGET = "what enters it and the listed results, in all at most {:.0%} of what it would keep otherwise"
 
 
@@ -267,12 +273,19 @@ def recomputed_in(stages: Sequence[Stage], recomputed: Mapping[str, Recomputatio
     return {path: recomputed[path] for path in calls if path in recomputed}
 
 
+def recomputing_file(how: Recomputation) -> str:
+    """Return the module of :mod:`graphpar.emitted` that recomputes a block."""
+    return "gathering" if how.gathers else "pointwise" if how.pointwise else "recomputation"
+
+
 def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) -> str:
     """Print the function; ``tree`` is the stage's, ``recomputed`` its blocks by path."""
     used = dict.fromkeys(how.kind for how in recomputed.values())
-    kept = [f"a block keeps {_KEPT.get(kind) or _BUDGET.format(share_of(kind))}" for kind in used if kind != GATHERS]
+    kept = [
+        f"a block keeps {_KEPT.get(kind) or _BUDGET.format(share_of(kind))}" for kind in used if kind not in _BY_HOOKS
+    ]
     parts = [f"{'; or '.join(kept)}, and runs its forward again in the backward"] if kept else []
-    parts += ["a block keeps the shards of what it gathers, and gathers again in the backward"] * (GATHERS in used)
+    parts += [f"a block {done}" for kind, done in _BY_HOOKS.items() if kind in used]
     what = f"{'; or '.join(parts)}."
     lines = [f"def {RECOMPUTED_UNITS}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
     for how, paths in _runs(recomputed):
@@ -283,8 +296,10 @@ def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) 
 def _call(how: Recomputation, module: str) -> str:
     names = ", ".join(f'"{name}"' for name in how.writes)
     written = f", writes=({names}{',' * (len(how.writes) == 1)})" if names else ""
-    if how.kind == GATHERS:
-        return f"gather_again({module})"
+    if how.gathers:
+        return f"gather_again({module}{', pointwise=True' if how.pointwise else ''})"
+    if how.pointwise:
+        return f"recompute_pointwise({module})"
     if how.kind == "selective":
         return f"recompute_selectively({module}{written})"
     if not how.calls:

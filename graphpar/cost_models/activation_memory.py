@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 from graphpar.cost_models.fake_operators import call_on_fakes, two_chunks
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
 from graphpar.emitted import collectives, kv_cache
-from graphpar.emitted.gathering import gathered_again
+from graphpar.emitted.pointwise import made_again
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Block, Chunked, Program, Runner, concrete_shape, value_of
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.generation.generator import widest
@@ -247,12 +247,13 @@ class Forward(Runner):
         run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))
         if recomputed is None:
             return run(block, prefix, args)
-        if recomputed.kind == GATHERS:
-            return gathered_again(lambda *args: run(block, prefix, args), self.kept)(*args)
+        if recomputed.by_hooks:
+            gathers = collectives.watchers if recomputed.gathers else None
+            return made_again(lambda *args: run(block, prefix, args), recomputed.pointwise, gathers, self.kept)(*args)
         return checkpointed(lambda *args: run(block, prefix, args), recomputed.keeps)(*args)
 
     def kept(self, tensor: Tensor) -> None:
-        """Note a tensor that a block of the kind ``gathers`` keeps: hooks outside of it are not called."""
+        """Note a tensor that a block keeps by hooks of its own: hooks outside of it are not called."""
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(node.target, Chunked):

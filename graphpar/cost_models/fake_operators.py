@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from graphpar.emitted import chunks, collectives, kv_cache, packed_attention
 from graphpar.errors import GraphparError
@@ -44,8 +45,7 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if kwargs.get("kernel"):
         return _attention_by_kernel(*args, **kwargs, device=device)
     if target is torch.ops.aten.rms_norm.default and device == "cuda":
-        normalised: Tensor = _FusedNorm.apply(*args[:3])
-        return normalised
+        return rms_norm(*args[:3])
     if target in _OF_EXPERTS:
         return _OF_EXPERTS[target](even_experts, *args, **kwargs)
     if target is F.grouped_mm:
@@ -134,9 +134,16 @@ def _cached_attention_on_cuda(
     return _attention_on_cuda(query, key, value, mask, is_causal=causal, **options)
 
 
-class _FusedNorm(torch.autograd.Function):
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None) -> Tensor:
     """``F.rms_norm`` by CUDA's kernel, which keeps its operands and a statistic of each row; a CPU has no such kernel."""
+    seen = has_torch_function((x,))
+    made: Tensor = (
+        handle_torch_function(rms_norm, (x,), x, shape, weight) if seen else _FusedNorm.apply(x, shape, weight)
+    )
+    return made
 
+
+class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None = None) -> Tensor:
         rows = x.new_empty((*x.shape[: x.ndim - len(shape)], *[1] * len(shape)), dtype=torch.float32)

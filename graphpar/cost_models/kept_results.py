@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ from graphpar.cost_models.storage_tracker import storage_of
 from graphpar.cost_models.work import Collective, Phase, Traffic, Work
 from graphpar.cost_models.workload import Works
 from graphpar.emitted.collectives import watchers
+from graphpar.emitted.pointwise import made_again
 from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import GATHERS, POINTWISE, Recomputation
 from graphpar.runtime.option_kinds import share_of
 
 FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
@@ -161,32 +163,26 @@ def _bytes_for(work: Work, rows: int) -> float:
     return work.flops(rows) / FLOPS_A_BYTE.get(row.itemsize, FLOPS_A_BYTE[2])
 
 
-def _gathered_again(activations: Activations, works: Works, block: Block) -> set[str]:
-    """Return the nodes of a block that gather what its backward reads."""
-    made, found = dict[int, tuple[str, Tensor]](), set[str]()
+def _made_again(activations: Activations, works: Works, block: Block, how: Recomputation) -> set[str]:
+    """Return the nodes of a block that hooks run again, because its backward reads their results."""
+    found = set[str]()
 
-    def note(tensor: Tensor) -> Tensor:
-        if storage_of(tensor) in made:
-            found.add(made[storage_of(tensor)][0])
-        return tensor
+    class Named(Forward):
+        running = ""
 
-    class Gathers(Forward):
         def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def watch(shard: Tensor, result: Tensor, gather: object) -> None:
-                if storage_of(result) != storage_of(shard):
-                    made[storage_of(result)] = node.name, result
+            self.running = node.name
+            return super().call(node, args, kwargs)
 
-            watchers.append(watch)
-            try:
-                return super().call(node, args, kwargs)
-            finally:
-                watchers.remove(watch)
-
-    with activations.ready(), saved_tensors_hooks(note, lambda tensor: tensor):
-        placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
-        Gathers(activations).run_graph(
-            block.graph, f"{block.instances[0]}.", [_given(works, block, node) for node in placeholders]
-        )
+    with activations.ready():
+        runner, path = Named(activations), f"{block.instances[0]}."
+        given = [_given(works, block, node) for node in block.graph.nodes if node.op == "placeholder"]
+        made_again(
+            lambda: runner.run_graph(block.graph, path, given),
+            how.pointwise,
+            watchers if how.gathers else None,
+            noted=lambda: partial(found.add, runner.running),
+        )()
     return found
 
 
@@ -274,11 +270,16 @@ class Recomputations:
         return found
 
     def _recomputation(self, block: Block, kind: str) -> Recomputation | None:
-        if kind == GATHERS:
-            again = _gathered_again(self._activations, self._works, block)
-            return Recomputation(kind, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
+        how = Recomputation(kind)
+        if how.gathers and how.pointwise:
+            either = [self._recomputation(block, each) for each in (GATHERS, POINTWISE)]
+            if None in either:  # that of which there is something
+                return next(filter(None, either), None)
+        if how.by_hooks:
+            again = _made_again(self._activations, self._works, block, how)
+            return replace(how, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
         if (share := share_of(kind)) is None:
-            return Recomputation(kind)
+            return how
         kept = self._results_of(block).within(share)
         calls: dict[str, list[int]] = {}
         for result in kept:

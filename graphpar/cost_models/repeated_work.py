@@ -13,7 +13,7 @@ from torch import fx
 from graphpar.cost_models.work import Phase, Work
 from graphpar.cost_models.workload import Works
 from graphpar.ir.program import Block, value_of
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.contractions import ONE, matrices
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
@@ -33,11 +33,17 @@ def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomp
 
 def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
     """Return the forward work that an instance of ``block`` repeats."""
-    if how.kind == GATHERS:
+    if how.by_hooks:
         again = [node for node in block.graph.nodes if node.op == "call_function" and node.name not in how.nodes]
-        return Work(dict(Counter(row for node in again for row in works.gathers_again(node, block.name))))
+        sent = {node.name: works.gathers_again(node, block.name) for node in again}
+        gathered = Work(dict(Counter(row for rows in sent.values() for row in rows)))
+        computed = works.block(block, how.nodes | {name for name, rows in sent.items() if rows}, plain=True)
+        return gathered + _forward(computed)
     without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
-    work = works.block(block, without, plain=not how.compiles)
+    return _forward(works.block(block, without, plain=not how.compiles))
+
+
+def _forward(work: Work) -> Work:
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
 
 

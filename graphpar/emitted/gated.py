@@ -15,17 +15,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 _aten = torch.ops.aten
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``F.silu(gate) * up``, of tensors of one shape."""
+    if has_torch_function((gate, up)):  # what recomputes pointwise operators sees the call, as one of torch's
+        made: Tensor = handle_torch_function(swiglu, (gate, up), gate, up)
+        return made
     return _gated(gate, up, F.silu, _aten.silu_backward)
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``F.gelu(gate, approximate=approximate) * up``, of tensors of one shape."""
+    if has_torch_function((gate, up)):
+        made: Tensor = handle_torch_function(geglu, (gate, up), gate, up, approximate=approximate)
+        return made
     activation, slope = (partial(each, approximate=approximate) for each in (F.gelu, _aten.gelu_backward))
     return _gated(gate, up, activation, slope)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -18,6 +19,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
     cos, sin: broadcast to x, or [..., n / 2] with one number a pair. They have no gradient.
     """
+    if has_torch_function((x,)):  # what recomputes pointwise operators sees the call, as one of torch's
+        turned: Tensor = handle_torch_function(apply_rotary, (x,), x, cos, sin, interleaved=interleaved)
+        return turned
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # less work for the host
         return _rotated(x, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(x, cos, sin, interleaved)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from graphpar.emitted.recomputation import Keeps, listed_in, selected
 
-GATHERS = "gathers"
-"""The kind that only gathers again (:mod:`graphpar.emitted.gathering`)."""
+GATHERS, POINTWISE = "gathers", "pointwise"
+"""The kinds that only gather again (:mod:`graphpar.emitted.gathering`), or compute the results of pointwise operators and norms again
+(:mod:`graphpar.emitted.pointwise`); one kind may be both, joined by ``+``."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,9 @@ class Recomputation:
     """How a block is recomputed.
 
     Attributes:
-        kind: ``gathers``, ``selective``, ``full`` or ``budget:SHARE``.
+        kind: ``pointwise``, ``gathers``, ``gathers+pointwise``, ``selective``, ``full`` or ``budget:SHARE``.
         calls: whose results a budget keeps: numbers of calls in a forward, by the name of the operator.
-        nodes: the same as names of the block's nodes; for ``gathers`` all that don't run again.
+        nodes: the same as names of the block's nodes; for ``gathers`` and ``pointwise`` all that don't run again.
         writes: names, in the block, of its buffers that are written while the program runs.
     """
 
@@ -28,9 +29,24 @@ class Recomputation:
     writes: tuple[str, ...] = ()
 
     @property
+    def gathers(self) -> bool:
+        """Whether gathers run again, and little else."""
+        return GATHERS in self.kind.split("+")
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether pointwise operators and norms run again, and little else."""
+        return POINTWISE in self.kind.split("+")
+
+    @property
+    def by_hooks(self) -> bool:
+        """Whether hooks make single results again: the forward does not run again."""
+        return self.gathers or self.pointwise
+
+    @property
     def compiles(self) -> bool:
         """Whether ``torch.compile`` compiles the block with what it runs again."""
-        return self.kind != GATHERS and not (self.keeps is not None and self.writes)
+        return not self.by_hooks and not (self.keeps is not None and self.writes)
 
     @property
     def keeps(self) -> Keeps | None:

@@ -25,7 +25,7 @@ from graphpar.cost_models.work import Size
 from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, value_of
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.operators.gradients import blocks_without_backward, is_read_in_backward
@@ -216,7 +216,15 @@ class _Measured:
         for node in stage.graph.nodes:
             how = recomputed.get(str(node.target)) if node.op == "call_module" else None
             fused = self.how.fused or (self.how.compiled and how is not None and how.compiles)
-            if how is not None and how.kind != GATHERS and not fused:
+            if how is None or fused:
+                continue
+            if (
+                how.pointwise
+            ):  # a third of what selective recomputation does around each operator, and less in the backward
+                block = self.program.block_of(node)
+                again = sum(each.op == "call_function" and each.name not in how.nodes for each in block.graph.nodes)
+                found += Repeated(hooked=again, watched=(self.recomputations.dispatched(block)[0] // 3, 0))
+            elif not how.by_hooks:
                 counts = self.recomputations.dispatched(self.program.block_of(node))
                 found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))
         return found

@@ -21,7 +21,8 @@ from graphpar.cost_models.work import Collective
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program, concrete_shape
+from graphpar.ir.program import Block, Program, concrete_shape, operator_name
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.candidates import misfit
@@ -237,12 +238,19 @@ def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
                     "kind": kind,
                     "count": len(paths),
                     "paths": paths,
+                    "again": _again(block, how),
                     "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
                     "collectives": sum(times for _, times in sent),
                     "bytes": int(sum(times * row.nbytes.at(plan.microbatch_size) for row, times in sent)),
                 }
             )
     return rows
+
+
+def _again(block: Block, how: Recomputation) -> list[str]:
+    """Return the operators whose results hooks make again, without gathers."""
+    nodes = [node for node in block.graph.nodes if node.op == "call_function" and "transition" not in node.meta]
+    return [operator_name(node) for node in nodes if how.by_hooks and node.name not in how.nodes]
 
 
 def _whole_count(program: Program, trained: bool = False) -> int:

@@ -258,6 +258,7 @@ def recomputation_text(rows: list[Mapping[str, Any]]) -> str:
             if row["collectives"]
             else "no collective is repeated"
         )
+        + (f", {listed([*dict.fromkeys(row['again'])], 4)} computed again" if row["again"] else "")
         for row in rows
     )
 

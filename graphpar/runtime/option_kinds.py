@@ -26,7 +26,7 @@ RESHARD = ("default", "always", "never")
 """When gathered parameters are freed: after each forward and backward (under a pipeline once a step), always so, or never in between."""
 ZERO1_BY = ("contiguous", "longest", "flat")
 """How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""
-RECOMPUTE = ("none", "gathers", "selective", "full")
+RECOMPUTE = ("none", "pointwise", "gathers", "gathers+pointwise", "selective", "full")
 """What blocks run again in the backward; besides these, budgets."""
 WHOLE = ("none", "full")
 """Those that keep no results of single operators: what blocks that do keep can't be moved to the host."""

@@ -366,11 +366,13 @@ class Decisions:
         about="how many units are gathered ahead, 1 by default.", legal=_legal_prefetch_distance, over=("dp_shard",),
     )
     recompute: Recompute | Any = option(
-        RECOMPUTED, "what blocks run again in the backward: none, gathers, selective, full, budget:0.6, auto, or by pattern: "
-        "'layers.*=full,layers.0=none' (default: searched with the mesh; none with a complete mesh and no cluster)",
+        RECOMPUTED, "what blocks run again in the backward: none, pointwise, gathers, gathers+pointwise, selective, full, "
+        "budget:0.6, auto, or by pattern: 'layers.*=full,layers.0=none' (default: searched with the mesh; none with a complete mesh and no "
+        "cluster)",
         group="pins", metavar="KIND", usual="none", about='what blocks run again in the backward instead of saving it: ``"none"``, '
-        '``"full"`` (all but their inputs), ``"gathers"`` (all-gathered tensors, gathered again from their shards), ``"selective"`` (cheap '
-        'operators: not collectives, attention, and every second product), or ``"budget:0.6"`` (the cheapest operators for their bytes, '
+        '``"full"`` (all but their inputs), ``"pointwise"`` (results of pointwise operators and norms that products read), ``"gathers"`` '
+        '(all-gathered tensors, gathered again from their shards), ``"gathers+pointwise"`` (both), ``"selective"`` (cheap operators: not '
+        'collectives, attention, and every second product), or ``"budget:0.6"`` (the cheapest operators for their bytes, '
         "until a block saves this share of them); or one of these by pattern over the paths of blocks, the last that matches: "
         '``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices\' memory, for each block if the '
         "mesh is searched; then it is also the default, unless the model itself uses ``torch.utils.checkpoint``.",

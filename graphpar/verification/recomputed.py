@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from graphpar.codegen.units import GATHERING, RECOMPUTED_UNITS, RECOMPUTING
+from graphpar.codegen.units import GATHERING, POINTWISE, RECOMPUTED_UNITS, RECOMPUTING
 from graphpar.passes.planning.recomputation import same_as
 from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.stages.modules import build_stage, stage_module
@@ -24,7 +24,9 @@ from graphpar.text import is_below, listed, matching
 
 _CALLED = {
     "none": ("",),
+    "pointwise": ("recompute_pointwise", ""),  # where it would keep as much
     "gathers": ("gather_again", ""),  # where nothing is gathered
+    "gathers+pointwise": ("gather_again", "recompute_pointwise", ""),
     "selective": ("recompute_selectively",),
     "full": ("recompute",),
     "budget": ("recompute_but", "recompute"),  # with nothing kept it is all of it
@@ -93,7 +95,7 @@ def _called(program: Manifest, package: str, stage: StageInterface) -> tuple[dic
 def _watched(file: ModuleType) -> Iterator[list[tuple[nn.Module, str]]]:
     """Note which functions of recomputation ``file`` calls for which modules, instead of calling them."""
     calls: list[tuple[nn.Module, str]] = []
-    before = {name: getattr(file, name) for name in (*RECOMPUTING, *GATHERING) if hasattr(file, name)}
+    before = {name: getattr(file, name) for name in (*RECOMPUTING, *POINTWISE, *GATHERING) if hasattr(file, name)}
     for name in before:
         setattr(file, name, lambda block, *rest, name=name, **named: calls.append((block, name)))
     try:

@@ -688,8 +688,8 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "version 7" in edited(version=7)
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
     assert (
-        "recompute is 'ful'; it must be one of none, gathers, selective, full, or budget:SHARE. Did you mean 'full'"
-        in edited(recompute="ful")
+        "recompute is 'ful'; it must be one of none, pointwise, gathers, gathers+pointwise, selective, full, or budget:SHARE. Did you "
+        "mean 'full'" in edited(recompute="ful")
     )
     assert "The plan is for 'GPT'" in edited(model="GPT")
     for wrong in (-1, 2):

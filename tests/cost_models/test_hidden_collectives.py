@@ -152,6 +152,7 @@ def test_a_search_gathers_again_where_memory_is_short_and_nowhere_else() -> None
         shard_plan=norms_pinned(program, "S(1)"),
         global_batch=64,
         microbatch_size=32,
+        memory_headroom=0,
     )
     roomy = asked(cluster=ONE)
     assert roomy.recompute == "none" and roomy.predicted is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from graphpar.cost_models.kept_results import Recomputations, Result, knapsack, 
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.program import value_of
+from graphpar.ir.program import concrete_shape, value_of
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.modules import (
     StageAdapter,
@@ -165,6 +166,50 @@ def test_shards_are_kept_of_what_is_gathered() -> None:
         kept.append(reach.inside)
     whole = ROWS * 16 * 64 * 4
     assert kept[0] - kept[1] == 8 * 2 * whole * 3 // 4
+
+
+POINTWISE = [
+    ("gpt", {"tp": 4}, "S(1)"),  # gathered norms, both ways
+    ("llama", {"tp": 2}, "S(1)"),
+    pytest.param("mixtral", {}, "", marks=pytest.mark.slow),
+    pytest.param("bert", {"pp": 2}, "", marks=pytest.mark.slow),
+    pytest.param("gpt_dropout", {}, "", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("name", "mesh", "norms"), POINTWISE)
+def test_what_pointwise_operators_made_is_not_kept(name: str, mesh: dict[str, int], norms: str) -> None:
+    """Emitted stages keep what is predicted: of results that products read nothing, whether they were gathered or not."""
+    program, kept = example(name), dict[str, int]()
+    for kind in ("none", "pointwise", "gathers", "gathers+pointwise") if norms else ("none", "pointwise"):
+        pinned = norms_pinned(program, norms)
+        plan = gp.plan(program, mesh=mesh, microbatch_size=ROWS, global_batch=8, recompute=kind, shard_plan=pinned)
+        parts = gp.partition(program, plan)
+        activations = Activations(parts.program, plan.mesh.degrees(), recomputed=parts.compilation.recomputed)
+        kept[kind] = 0
+        for stage in parts.stages:
+            reach = activations.reach(stage, ROWS)
+            assert reach.inside + reach.shared + reach.sent == _kept(parts, stage.index), kind
+            kept[kind] += reach.inside
+        if kind == "pointwise":
+            assert kept["none"] - kept[kind] == _made_again(parts) > 0
+    if norms:
+        of_norms = 2 * 8 * ROWS * 16 * 64 * 4 // parts.plan.mesh.tp
+        assert kept["gathers"] - kept["gathers+pointwise"] == kept["none"] - kept["pointwise"] + of_norms
+
+
+def _made_again(parts: gp.Parts) -> int:
+    """The bytes of what blocks compute again."""
+    shapes = [
+        (concrete_shape(node, ROWS), value_of(node).dtype)
+        for block in parts.program.blocks.values()
+        for path in block.instances
+        if (how := parts.compilation.recomputed.get(path))
+        for node in block.graph.nodes
+        if node.op == "call_function" and node.name not in how.nodes
+    ]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 @pytest.mark.costly

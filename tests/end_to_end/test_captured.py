@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {"mesh": {"dp_shard": 2}, "zero": 3},
     "selective": {"mesh": {"tp": 2}, "sp": True, "recompute": "selective"},
     "full": {"mesh": {"dp_replicate": 2}, "recompute": "full"},
+    "pointwise": {"mesh": {"tp": 2}, "sp": True, "recompute": "gathers+pointwise"},
     "bf16": {"mesh": {"dp_shard": 2}, "zero": 1},
     "compiled": {"mesh": {"dp_replicate": 2}},
     "compiled tp": {"mesh": {"tp": 2}},
@@ -50,7 +51,7 @@ REFUSED = {
 }
 PAIRS = [
     *(("gpt_dropout", plan) for plan in ("tp", "replicas", "compiled tp", "full", "selective")),
-    *(("llama", plan) for plan in ("selective", "cp", "bf16", "compiled", "tp", "zero 1")),
+    *(("llama", plan) for plan in ("selective", "pointwise", "cp", "bf16", "compiled", "tp", "zero 1")),
     *(("resnet_batchnorm", plan) for plan in ("one microbatch", "zero 1")),
     *(("t5", plan) for plan in ("tp", "zero 1")),
     *(("gpt_dropout", plan) for plan in ("GPipe", "1F1B", "interleaved", "ZBV")),

@@ -23,7 +23,7 @@ from tests.tools.programs import example, norms_pinned
 from tests.tools.rank_pool import RankPool
 
 FIXTURE = Path(__file__).parents[1] / "ranks" / "recomputation_script.py"
-KINDS: tuple[Recompute, ...] = ("full", "selective", "budget:0.5")
+KINDS: tuple[Recompute, ...] = ("full", "selective", "budget:0.5", "pointwise")
 STEPS = 2
 
 
@@ -134,7 +134,11 @@ GATHERED = [
 def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
     program = example(name)
     blocks = [path for block in program.blocks.values() for path in block.instances]
-    kinds: tuple[Recompute, ...] = ("gathers", {blocks[0]: "gathers", blocks[-1]: "full"})
+    kinds: tuple[Recompute, ...] = (
+        "gathers",
+        {blocks[0]: "gathers", blocks[-1]: "full"},
+        "gathers+pointwise",
+    )
     pinned = norms_pinned(program, "S(1)") if "tp" in mesh else {}
     folders = run(pool, tmp_path, name, mesh, kinds, shard_plan=pinned, **asked)
     same_bits(folders)
@@ -144,17 +148,24 @@ def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int]
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("fault", ["self.read_shard().repeat(1, 2, 1)", "self.gather(self.read_shard()).flip(1)"])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("gathers", "self.read_args[0]().repeat(1, 2, 1)"),
+        ("gathers", "self.make(*(read() for read in self.read_args), **named).flip(1)"),
+        ("pointwise", "1.01 * self.make(*(read() for read in self.read_args), **named)"),
+    ],
+)
 @pytest.mark.sampled(1 / 2)
-def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
+def test_verify_finds_a_result_that_is_made_wrongly_again(tmp_path: Path, kind: str, fault: str) -> None:
     program = example("llama")
     pinned = norms_pinned(program, "S(1)")
-    plan = gp.plan(program, mesh={"tp": 2}, microbatch_size=2, global_batch=4, recompute="gathers", shard_plan=pinned)
+    plan = gp.plan(program, mesh={"tp": 2}, microbatch_size=2, global_batch=4, recompute=kind, shard_plan=pinned)
     parts = gp.partition(program, plan)
-    for file in parts.folder.glob("gathering.py"):
-        text = file.read_text()
-        assert "self.gather(self.read_shard())" in text
-        file.write_text(text.replace("self.gather(self.read_shard())", fault))
+    file = parts.folder / "pointwise.py"
+    made, text = "self.make(*(read() for read in self.read_args), **named)", file.read_text()
+    assert made in text
+    file.write_text(text.replace(made, fault))
     result = gp.verify(parts, steps=1)
     assert not result.ok
     assert "_proj" in result.worst["gradient"]

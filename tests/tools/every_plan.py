@@ -24,7 +24,17 @@ from graphpar.runtime.option_kinds import AUTO, Recompute
 from graphpar.runtime.schedule_records import SCHEDULES
 from tests.tools.plan_prices import StepPrices, in_all, kept_bytes, most_kept, on_top_bytes
 
-KINDS = ("none", "gathers", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
+KINDS = (
+    "none",
+    "pointwise",
+    "gathers",
+    "gathers+pointwise",
+    "budget:0.8",
+    "budget:0.6",
+    "budget:0.4",
+    "budget:0.2",
+    "full",
+)
 DEPTHS = dict.fromkeys(("LoopedBFS", "InterleavedZeroBubble"), (2, 3, 4)) | {"Interleaved1F1B": (2, 3, 4, 6, 8, 16)}
 Starts = tuple[int, ...]
 

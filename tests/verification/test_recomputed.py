@@ -115,7 +115,7 @@ def test_an_unknown_kind_is_refused(tmp_path: Path, kind: object) -> None:
 
     with pytest.raises(
         RuntimeProgramError,
-        match=r"must be one of none, gathers|the share of a budget is from 0 to 1",
+        match=r"must be one of none, pointwise, gathers|the share of a budget is from 0 to 1",
     ):
         load_manifest(folder)
 

@@ -14,14 +14,15 @@ from dataclasses import replace
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.ir.recomputation import GATHERS, POINTWISE, Recomputation
 from graphpar.operators.gradients import blocks_without_backward
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.runtime.option_kinds import AUTO, WHOLE, Recompute, checked_recompute, share_of
 from graphpar.text import is_at_or_below, is_below, listed, matching
 
-_LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
+_BUDGETS = ("budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2")
+_LEAST_FIRST = ("none", POINTWISE, GATHERS, f"{GATHERS}+{POINTWISE}", *_BUDGETS, "full")
 
 
 def least_first(program: Program, overlap_tp: bool = False, offload: Collection[str] | None = None) -> tuple[str, ...]:
