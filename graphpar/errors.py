@@ -12,7 +12,11 @@ from collections.abc import Iterator
 
 from graphpar.runtime.errors import GraphparError, near_match
 
-__all__ = ["GraphparError", "NothingFits", "near_match", "torch_is_quiet"]
+__all__ = ["GraphparError", "NothingFits", "OptionError", "near_match", "torch_is_quiet"]
+
+
+class OptionError(GraphparError):
+    """An option, which the message names, asks for what the model does not have: no step has to be named for that."""
 
 
 class NothingFits(GraphparError):

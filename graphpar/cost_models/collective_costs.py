@@ -9,6 +9,7 @@ computation hides any.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,10 +41,15 @@ class Sent:
 
 
 class SentPrices:
-    """Prices the collectives of a lowered ``program``, in microbatches of ``rows`` over ``mesh`` on ``cluster``."""
+    """Prices the collectives of a lowered ``program``, in microbatches of ``rows`` over ``mesh`` on ``cluster``.
 
-    def __init__(self, program: Program, mesh: Mesh, rows: int, cluster: Cluster | None) -> None:
-        self.mesh, self.rows = mesh, rows
+    ``shards``: the names of blocks that keep shards of what they gather.
+    """
+
+    def __init__(
+        self, program: Program, mesh: Mesh, rows: int, cluster: Cluster | None, shards: Collection[str] = ()
+    ) -> None:
+        self.mesh, self.rows, self.shards = mesh, rows, shards
         self.works = Works(program, mesh.degrees())
         self._network = None if cluster is None else Network(cluster)
 
@@ -68,7 +74,10 @@ class SentPrices:
         assert isinstance(source, fx.Node)
         back = row.backward if self.works.has_gradient(source, scope) else ""
         return self._priced(
-            self.works.collectives(node, scope), str(node.args[1]), node.meta["transition"], (row.forward, back)
+            self.works.collectives(node, scope, scope in self.shards),
+            str(node.args[1]),
+            node.meta["transition"],
+            (row.forward, back),
         )
 
     def _priced(self, rows: list[Collective], axis: str, types: tuple[str, str], words: tuple[str, str]) -> Sent:

@@ -19,6 +19,7 @@ from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of,
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
 from graphpar.emitted.collectives import own_offsets
+from graphpar.emitted.fp8_gathers import all_gather_rounded
 from graphpar.ir.program import Block, Chunked, Program, operator_name, value_of
 from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
@@ -29,6 +30,9 @@ from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kernel, Kind, Reads, Record
 from graphpar.operators.table import COMPOSITES, record_of
 from graphpar.operators.transitions import FUNCTIONS
+
+SCALE_BYTES = 4
+"""Of the scale of a row in 8 bits."""
 
 
 class Works:
@@ -57,39 +61,53 @@ class Works:
         self.differentiable = differentiable_nodes(program) if self.train else set()
         self.casts = cast_parameters(program) if self.train and not recasts else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
-        self._blocks: dict[tuple[str, bool], Work] = {}
+        self._blocks: dict[tuple[str, bool, bool], Work] = {}
 
-    def of(self, graph: fx.Graph, without: Collection[str] = (), plain: Collection[str] = ()) -> Work:
+    def of(
+        self,
+        graph: fx.Graph,
+        without: Collection[str] = (),
+        plain: Collection[str] = (),
+        shards: Collection[str] = (),
+    ) -> Work:
         """Return the work of the ``graph`` of a stage, with the blocks that it calls.
 
         Args:
             without: names of nodes that are not counted.
             plain: the paths of blocks that are not compiled.
+            shards: the paths of blocks that keep shards of what they gather.
         """
         found = Work(dict(Counter(_Walk(self, graph, "", without).rows())))
         for node in graph.nodes:
             if node.op == "call_module":
-                found = found + self.block(self.program.block_of(node), plain=str(node.target) in plain)
+                path, block = str(node.target), self.program.block_of(node)
+                found = found + self.block(block, plain=path in plain, shards=path in shards)
         return found
 
-    def block(self, block: Block, without: Collection[str] = (), *, plain: bool = False) -> Work:
-        """Return the work of one instance of a block, but of the nodes ``without``; ``plain``: it is not compiled."""
+    def block(self, block: Block, without: Collection[str] = (), *, plain: bool = False, shards: bool = False) -> Work:
+        """Return the work of one instance of a block, but of the nodes ``without``; ``plain``: it is not compiled; ``shards``: it keeps
+        shards of what it gathers."""
         if without:
             return Work(dict(Counter(_Walk(self, block.graph, block.name, without, plain=plain).rows())))
-        if (block.name, plain) not in self._blocks:
-            rows = _Walk(self, block.graph, block.name, (), plain=plain).rows()
-            self._blocks[block.name, plain] = Work(dict(Counter(rows)))
-        return self._blocks[block.name, plain]
+        if (key := (block.name, plain, shards)) not in self._blocks:
+            rows = _Walk(self, block.graph, block.name, (), plain=plain, shards=shards).rows()
+            self._blocks[key] = Work(dict(Counter(rows)))
+        return self._blocks[key]
 
-    def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
-        """Return the collectives of a node, forward and backward: of a transition, or those inside of a composite operator."""
+    def collectives(self, node: fx.Node, scope: str = "", shards: bool = False) -> list[Collective]:
+        """Return the collectives of a node, forward and backward: of a transition, or those inside of a composite operator; ``shards``: its
+        block keeps shards of what it gathers."""
         name = operator_name(node)
         if "transition" in node.meta or name in FUNCTIONS:
-            return list(self._transition(node, name, scope))
+            return list(self._transition(node, name, scope, shards))
         composite = COMPOSITES.get(name)
         return list(self._inside(node, composite, scope)) if composite is not None else []
 
-    def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
+    def sends_rounded(self, node: fx.Node, shards: bool) -> bool:
+        """Whether a gather sends rows in 8 bits: :mod:`graphpar.emitted.fp8_gathers` says when."""
+        return node.target is all_gather_rounded and (shards or not self.train)
+
+    def _transition(self, node: fx.Node, name: str, scope: str, shards: bool) -> Iterator[Collective]:
         row = FUNCTIONS[name]
         axis = str(node.args[1])
         source = node.args[0]
@@ -98,7 +116,11 @@ class Works:
         if row.forward_collective == "all-to-all":
             nbytes = nbytes * self.degrees[axis] * _room_of(node)
         beside = self._beside(node, scope)
-        if row.forward_collective:
+        if self.sends_rounded(node, shards):
+            rows = product_of(sizes_of(node)[:-1])
+            for each in (elements_of(node), SCALE_BYTES * rows):
+                yield Collective(Phase.FORWARD, axis, "all-gather", each)
+        elif row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):
             yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes, beside[1])
@@ -216,9 +238,11 @@ class _Walk:
         without: Collection[str],
         *,
         plain: bool = False,
+        shards: bool = False,
         function: bool = False,
     ) -> None:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
+        self.shards = shards
         self.compiled = works.compiled and not plain and bool(scope or function or not works.program.blocks)
 
     def rows(self) -> Iterator[Row]:
@@ -231,7 +255,9 @@ class _Walk:
                 yield from self._chunked(node, function)
                 continue
             name = operator_name(node)
-            yield from self.works.collectives(node, self.scope)
+            yield from self.works.collectives(node, self.scope, self.shards)
+            if self.works.sends_rounded(node, self.shards):
+                yield from self._rounded(node)
             if "transition" in node.meta or name in FUNCTIONS:
                 continue
             record = record_of(node)
@@ -303,6 +329,12 @@ class _Walk:
             yield row._replace(itemsize=rounded)
             for elements in (row.matrices * row.m * row.k, row.matrices * row.k * row.n):
                 yield Traffic(row.phase, (2 * row.itemsize + rounded) * elements)
+
+    def _rounded(self, gather: fx.Node) -> Iterator[Row]:
+        """Yield rounding a shard as :meth:`_products` does, and reading and writing the whole, in the dtype that it had."""
+        itemsize, elements = value_of(gather).dtype.itemsize, elements_of(gather)
+        yield Traffic(Phase.FORWARD, (2 * itemsize + 1) * elements_of(gather.all_input_nodes[0]))
+        yield Traffic(Phase.FORWARD, (1 + itemsize) * elements)
 
     def _plain_products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Product]:
         itemsize, pieces = value_of(node).dtype.itemsize, self.works.ring_of(node)

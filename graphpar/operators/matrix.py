@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from graphpar.emitted import collectives, fp8
+from graphpar.emitted import collectives, fp8, fp8_gathers
 from graphpar.emitted import packed_attention as emitted_packed
 from graphpar.emitted import parallel_products as products
 from graphpar.emitted import ring_attention as emitted_ring
@@ -422,6 +422,11 @@ def _whole_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def _gathered_rows(on: ModuleType, x: Tensor, axis: str, dim: int, **options: Any) -> Tensor:
+    result: Tensor = on.all_gather(x, axis, dim, **options)
+    return result
+
+
 def _in_8_bits(draw: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands that 8 bits don't round, of a product whose gradient they don't either."""
     return (draw(2, 3, 4).sign(), draw(5, 4).sign()), {}
@@ -443,6 +448,9 @@ RECORDS: dict[str, Record] = {
     "fp8_linear": Record(
         Kind.PRODUCT, line("... k, n k -> ... n"), operand_bytes=1,
         composite=Composite(fp8.fp8_linear, _whole_linear, samples=(_in_8_bits,)),
+    ),
+    "all_gather_rounded": _with_collectives(
+        fp8_gathers.all_gather_rounded, _gathered_rows, lambda draw: ((draw(2, 3, 4), "tp"), {"dim": 1}),
     ),
     **each("matmul mm bmm", Record(Kind.PRODUCT, matmul, spelling=(write.infix("@", write.PRODUCT),))),
     **each("mv dot", Record(Kind.PRODUCT, matmul)),

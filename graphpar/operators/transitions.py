@@ -85,7 +85,9 @@ EXCHANGES = (
     Transition("E", "S", "return_rows", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
 )
 """Between replicas that hold different experts (:mod:`graphpar.passes.sharding.exchange`); no search chooses them."""
-FUNCTIONS = {row.function: row for row in (*TABLE, *EXCHANGES)}
+ROUNDED = Transition("S", "R", "all_gather_rounded", "all-gather", "reduce-scatter", "all-gather", "reduce-scatter")
+"""In the place of ``all_gather`` before products in 8 bits (:mod:`graphpar.emitted.fp8_gathers`)."""
+FUNCTIONS = {row.function: row for row in (*TABLE, *EXCHANGES, ROUNDED)}
 """Every transition by the name of its function."""
 
 WITHOUT_GRADIENT = (

@@ -18,6 +18,7 @@ from graphpar.passes.sharding.flat_rows import with_rows
 from graphpar.passes.sharding.linear_bias import separate_biases, with_biases
 from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.pins import with_points, with_results, with_variants
+from graphpar.passes.sharding.rounded_gathers import with_rounded_gathers
 from graphpar.passes.sharding.widened import of_a_replica, widened, with_all_rows
 from graphpar.passes.step import Step
 from graphpar.runtime.layout import Shard
@@ -102,6 +103,12 @@ FINISHING = (
         "products of a flattened sequence are products of the sequence",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_rows(program, sharding),
+    ),
+    RankPass(
+        "round_gathers", "graphpar.passes.sharding.rounded_gathers", ("keep_rows",),
+        "rows that only products in 8 bits read are rounded before they are gathered",
+        "graphpar check and graphpar verify",
+        run=lambda program, sharding, rows: with_rounded_gathers(program),
     ),
     RankPass(
         "exchange_experts", "graphpar.passes.sharding.exchange", ("keep_rows",),

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphpar.errors import OptionError
+
 
 @dataclass(frozen=True)
 class Step:
@@ -27,9 +29,11 @@ class Step:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Add a note to an error of the step, which says its name."""
+        """Add a note to an error of the step, which says its name, unless the error names an option."""
         try:
             yield
+        except OptionError:
+            raise
         except Exception as error:
             error.add_note(f"In the step {self.name}.")
             raise

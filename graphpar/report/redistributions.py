@@ -17,9 +17,11 @@ from graphpar.cost_models.collective_costs import SentPrices
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.ir.recomputation import GATHERS
 from graphpar.operators.naming import value_name
 from graphpar.operators.placement import literal
 from graphpar.operators.table import COMPOSITES
+from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.text import is_below, short_names
 
 
@@ -56,7 +58,11 @@ def _bytes(sent: Sequence[tuple[Mapping[str, Any], int]], axis: str) -> float:
 class _Reader:
     def __init__(self, program: Program, plan: Plan, cluster: Cluster | None) -> None:
         self.program, self.plan = program, plan
-        self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster)
+        kinds = recomputed_blocks(program, plan.recompute)
+        shards = [
+            name for name, block in program.blocks.items() if {kinds.get(path) for path in block.instances} == {GATHERS}
+        ]
+        self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster, shards)
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
 
     def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:

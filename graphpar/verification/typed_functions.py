@@ -171,8 +171,9 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
         return x.clone()
 
     for name, row in FUNCTIONS.items():  # those that it lacks may be what a product beside a collective is typed as
-        function = getattr(module, str(name), getattr(all_collectives, str(name)))
-        setattr(module, str(name), _transition(function, _rule(row), _dims(row), axes))
+        function = getattr(module, str(name), getattr(all_collectives, str(name), None))
+        if function is not None:
+            setattr(module, str(name), _transition(function, _rule(row), _dims(row), axes))
     replaced: dict[str, Callable[..., Any]] = {
         **{function.__name__: function for function in (rank, global_index, rank_ends, own_offsets, exchange_of)},
         "_piece": piece,

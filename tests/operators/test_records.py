@@ -407,6 +407,7 @@ def _emitted() -> set[str]:
         for name in (
             "collectives",
             "fp8",
+            "fp8_gathers",
             "gated",
             "kv_cache",
             "packed_attention",

@@ -3,7 +3,7 @@
     recomputation_script.py CASES.json     [{"program", "weights", "batches"}, ...]
 
 Writes for each rank {program}/found_{rank}.safetensors (losses, gradients of each step, state afterwards) and
-{program}/found_{rank}.json: how many collectives each step sent, by name.
+{program}/found_{rank}.json: how many collectives all steps sent, by name, and {program}/bytes_{rank}.json: the bytes that went in.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from graphpar.runtime import Pipeline, start
 
 
 class _Sent(TorchDispatchMode):
-    """Counts collectives."""
+    """Counts collectives, and the bytes that go in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counter[str]()
+        self.counts, self.nbytes = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
         if name.startswith("_c10d_functional.") and "wait" not in name:
             self.counts[name.removeprefix("_c10d_functional.")] += 1
+            self.nbytes[name.removeprefix("_c10d_functional.")] += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -54,6 +55,7 @@ def train(case: dict[str, Any], rank: int, device: torch.device) -> None:
         found |= {f"state.{name}": _local(value).clone() for name, value in pipeline.state_dict().items()}
     save_file({name: value.contiguous() for name, value in found.items()}, folder / f"found_{rank}.safetensors")
     (folder / f"found_{rank}.json").write_text(json.dumps(sent.counts))
+    (folder / f"bytes_{rank}.json").write_text(json.dumps(sent.nbytes))
 
 
 def _local(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graphpar.emitted.fp8 import fp8_linear
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import OptionError, near_match
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.parameter_casts import weight_of
 from graphpar.operators.reduce import chooses
@@ -30,14 +30,14 @@ def round_products(program: Program) -> Program:
     """Make the products of the layers that the program's precision names round to 8 bits.
 
     Raises:
-        GraphparError: a pattern has no layer, or the model does not compute in bf16.
+        OptionError: a pattern has no layer, or the model does not compute in bf16.
     """
     patterns = () if program.source is None else program.source.precision.fp8
     if not patterns:
         return program
     assert program.source is not None
     if program.source.precision.dtype != "bf16":
-        raise GraphparError("fp8 is for a model that computes in bf16, and this one computes in fp32.")
+        raise OptionError("fp8 is for a model that computes in bf16, and this one computes in fp32.")
     graph = copied(program.graph)
     layers = {node: path for node in graph.nodes if (path := _layer(node)) is not None}
     small = {name.rpartition(".")[0] for each in program.adapters for name in (each.a, each.b)}
@@ -47,7 +47,7 @@ def round_products(program: Program) -> Program:
     left = {weights[node] for node, path in layers.items() if path not in chosen or _is_head(node) or _is_router(node)}
     rounded = [node for node, weight in weights.items() if weight in own or weight not in left]
     if not rounded:
-        raise GraphparError(
+        raise OptionError(
             f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers and adapters, and other products don't round; "
             "leave it out."
         )
@@ -71,7 +71,7 @@ def _chosen(patterns: tuple[str, ...], layers: set[str]) -> set[str]:
     for pattern in patterns:
         matched = set(matching(pattern, modules))
         if not matched:
-            raise GraphparError(f"fp8: the pattern {pattern!r} matches no linear layer.{near_match(pattern, modules)}")
+            raise OptionError(f"fp8: the pattern {pattern!r} matches no linear layer.{near_match(pattern, modules)}")
         found |= {path for path, outer in around.items() if outer & matched}
     return found
 
