@@ -12,6 +12,11 @@ GATHERS, POINTWISE = "gathers", "pointwise"
 (:mod:`graphpar.emitted.pointwise`); one kind may be both, joined by ``+``."""
 
 
+def gathers_again(kind: object) -> bool:
+    """Whether blocks of one kind, if any, keep shards of what they gather."""
+    return isinstance(kind, str) and GATHERS in kind.split("+")
+
+
 @dataclass(frozen=True)
 class Recomputation:
     """How a block is recomputed.
@@ -31,7 +36,7 @@ class Recomputation:
     @property
     def gathers(self) -> bool:
         """Whether gathers run again, and little else."""
-        return GATHERS in self.kind.split("+")
+        return gathers_again(self.kind)
 
     @property
     def pointwise(self) -> bool:

@@ -201,7 +201,7 @@ class _Measured:
             if key not in self.kinds:
                 measure = self.memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
                 plain = {path for path, how in recomputed.items() if not how.compiles}
-                shards = {path for path, how in recomputed.items() if how.kind == GATHERS}
+                shards = {path for path, how in recomputed.items() if how.gathers}
                 work = self.works.of(noted.graph, again, plain, shards)
                 self.kinds[key] = UnitClass(work, self.sends[number], measure, self._repeated(noted, recomputed))
             shared |= set(stage.recomputed)

@@ -17,7 +17,7 @@ from graphpar.cost_models.collective_costs import SentPrices
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program, operator_name, value_of
-from graphpar.ir.recomputation import GATHERS
+from graphpar.ir.recomputation import gathers_again
 from graphpar.operators.naming import value_name
 from graphpar.operators.placement import literal
 from graphpar.operators.table import COMPOSITES
@@ -60,7 +60,9 @@ class _Reader:
         self.program, self.plan = program, plan
         kinds = recomputed_blocks(program, plan.recompute)
         shards = [
-            name for name, block in program.blocks.items() if {kinds.get(path) for path in block.instances} == {GATHERS}
+            name
+            for name, block in program.blocks.items()
+            if all(gathers_again(kinds.get(path)) for path in block.instances)
         ]
         self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster, shards)
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]

@@ -26,7 +26,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Chunked, Program
-from graphpar.ir.recomputation import GATHERS
+from graphpar.ir.recomputation import gathers_again
 from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import gather_dtype, read_otherwise
 from graphpar.passes.kernel_dropout import with_dropout
@@ -131,7 +131,7 @@ class CandidatePrices:
             self.space.refused["expert_room is room for rows of experts that are divided over ranks"] = None
             return None
         how, chunked = self.kinds(candidate)[kind]
-        if how == GATHERS and program_mesh(self.program, candidate.mesh).size == 1:
+        if gathers_again(how) and program_mesh(self.program, candidate.mesh).size == 1:
             kind = 0  # nothing is gathered
         sharded = self.chunked(sharded) if chunked else sharded
         run = replace(run or self.run_of(candidate), blocks=tuple(self.recomputed(candidate)[kind].items()))
