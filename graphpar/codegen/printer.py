@@ -24,7 +24,7 @@ from graphpar.codegen.dead_code import library, name_in_library, needed_by
 from graphpar.codegen.formatting import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import Layers, given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import chunks, collectives, kv_cache, model_outputs, random_streams
+from graphpar.emitted import chunks, collectives, expert_rows, kv_cache, model_outputs, random_streams
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Chunked, Function, Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -47,6 +47,7 @@ FUNCTIONS = tuple(name for name in functions_of(random_streams) if name in TABLE
 _CALLED = {
     chunks.__name__,
     collectives.__name__,
+    expert_rows.__name__,
     kv_cache.__name__,
     model_outputs.__name__,
     *(each.function.__module__ for each in COMPOSITES.values()),

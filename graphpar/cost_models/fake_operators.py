@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted import chunks, collectives, kv_cache, packed_attention
+from graphpar.emitted import chunks, collectives, expert_rows, kv_cache, packed_attention
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Chunked
 from graphpar.operators.functions import OPERATORS, plain_apply
@@ -252,12 +252,12 @@ def _in_order(x: Tensor, rows: int) -> Tensor:
 
 
 _OF_EXPERTS: dict[Any, Any] = {
-    collectives.exchange_of: _exchange_of,
-    collectives.send_rows: _sent_rows,
-    collectives.return_rows: _returned_rows,
-    collectives.received_ends: lambda even, exchange: exchange.offsets,
-    collectives.rank_ends: _rank_ends,
-    collectives.expert_rows: _expert_rows,
-    collectives.expert_sums: _expert_sums,
-    collectives.without_padding: _without_padding,
+    expert_rows.exchange_of: _exchange_of,
+    expert_rows.send_rows: _sent_rows,
+    expert_rows.return_rows: _returned_rows,
+    expert_rows.received_ends: lambda even, exchange: exchange.offsets,
+    expert_rows.rank_ends: _rank_ends,
+    expert_rows.expert_rows: _expert_rows,
+    expert_rows.expert_sums: _expert_sums,
+    expert_rows.without_padding: _without_padding,
 }

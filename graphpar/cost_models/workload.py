@@ -18,7 +18,7 @@ from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
-from graphpar.emitted.collectives import own_offsets
+from graphpar.emitted.expert_rows import own_offsets
 from graphpar.ir.program import Block, Chunked, Program, operator_name, value_of
 from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
 from graphpar.operators.contractions import Matrices, matrices, product_of

@@ -5,18 +5,19 @@
     path(R, E(offs))  expert_rows(x, axis, rank_ends(offs, axis))
     path(R, I)        None: no function turns a value that the ranks use differently into one that they use alike
 
-The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
-transition has one backward, and each path is right in both directions by construction.
+The functions are those of ``graphpar.emitted.collectives``, and where rows of experts come or go, of ``expert_rows``. The gradient of R is
+P, of I is I, of S is S, of P is R, so each transition has one backward, and each path is right in both directions by construction.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from graphpar.emitted import collectives, expert_rows
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 
@@ -57,11 +58,22 @@ class Transition:
     source: str
     target: str
     function: str | None
-    """Its name in ``collectives.py``; ``None`` where there is nothing to do."""
+    """Its name; ``None`` where there is nothing to do."""
     forward: str
     backward: str
     forward_collective: str | None = None
     backward_collective: str | None = None
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """The function itself."""
+        called: Callable[..., Any] = getattr(expert_rows if self.of_rows else collectives, str(self.function))
+        return called
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it is of the rows of experts."""
+        return "E" in (self.source, self.target)
 
 
 TABLE = (
@@ -107,7 +119,7 @@ class Step:
 
     @property
     def function(self) -> str | None:
-        """The name of the function in ``collectives.py``; ``None`` where there is nothing to do."""
+        """The name of the function; ``None`` where there is nothing to do."""
         return self.transition.function
 
     @property
