@@ -32,6 +32,7 @@ from graphpar.operators.naming import created_by, short_name, user_name
 from graphpar.operators.parameter_casts import casts_parameter
 from graphpar.operators.spelling import Expression, literal
 from graphpar.operators.table import COMPOSITES, TABLE, record_of
+from graphpar.operators.transitions import travelling_beside
 
 _INLINE = 88
 
@@ -168,9 +169,9 @@ class GraphPrinter:
         """Find the nodes that are written inside of the statement that uses them; casts of a layer's parameters are its own."""
         for node in self.layers:
             self.inlined.update(each for each in node.all_input_nodes if casts_parameter(each))
-        before_write = self._before_write()
+        fixed = self._before_write() | self._while_travelling()
         for node in self.nodes:
-            if node not in before_write and self._may_inline(node):
+            if node not in fixed and self._may_inline(node):
                 self.inlined.add(node)
 
     def _before_write(self) -> set[fx.Node]:
@@ -192,6 +193,14 @@ class GraphPrinter:
             while isinstance(target, fx.Node) and target.op == "call_function" and len(target.users) == 1:
                 found.discard(target)
                 target = target.args[0]
+        return found
+
+    def _while_travelling(self) -> set[fx.Node]:
+        """What begins to send rows, and what is made of others meanwhile for later: computed where it stands."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if others := travelling_beside(node):
+                found |= {node, *(each for each in others if not each.users.keys() <= set(others))}
         return found
 
     def _may_inline(self, node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted.collectives import _all_to_all, _apply, rank, size
+from graphpar.emitted.collectives import _all_to_all, _apply, _axes, _done, _operators, rank, size
 
 counters: list[Callable[[str, Tensor], None]] = []
 """Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or
@@ -146,25 +146,90 @@ def return_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
     return _apply(x, lambda x: _returned(x, axis, exchange), lambda g: _sent(g, axis, exchange))
 
 
+class Travelling(NamedTuple):
+    """Rows on their way: ``given`` [sent] as they were sent, and ``rows`` [received], which are not there yet.
+
+    A gradient takes the way of ``given``, on its own way back.
+    """
+
+    given: Tensor
+    rows: Tensor
+
+
+def start_send(x: Tensor, axis: str, exchange: Exchange) -> Travelling:
+    """S -> E: begin :func:`send_rows`; backward waits for gradients. [own, ...] -> on their way [received, ...]"""
+    given = _apply(x, lambda x: _packed(x, exchange), lambda g: _unpacked(_done(g), exchange))
+    return Travelling(given, _begin(given.detach(), axis, exchange.sent, exchange.received))
+
+
+def finish_send(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
+    """E -> E: wait for the rows; backward begins to bring gradients back. On their way -> [received, ...]"""
+    rows = sent.rows
+    return _apply(
+        sent.given,
+        lambda given: _sorted(_done(rows), exchange),
+        lambda g: _begin(_unsorted(g, exchange), axis, exchange.received, exchange.sent),
+    )
+
+
+def start_return(x: Tensor, axis: str, exchange: Exchange) -> Travelling:
+    """E -> E: begin :func:`return_rows`; backward waits for gradients. [received, ...] -> on their way [own, ...]"""
+    given = _apply(x, lambda x: _unsorted(x, exchange), lambda g: _sorted(_done(g), exchange))
+    return Travelling(given, _begin(given.detach(), axis, exchange.received, exchange.sent))
+
+
+def finish_return(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
+    """E -> S: wait for the rows; backward begins to send gradients. On their way -> [own, ...]"""
+    rows = sent.rows
+    return _apply(
+        sent.given,
+        lambda given: _unpacked(_done(rows), exchange),
+        lambda g: _begin(_packed(g, exchange), axis, exchange.sent, exchange.received),
+    )
+
+
 def received_ends(exchange: Exchange) -> Tensor:
     """Return where the rows of each of this rank's experts end among those that came: [experts / k]."""
     return exchange.ends
 
 
 def _sent(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    if exchange.rows is not None:
-        x = x[exchange.rows]
-    torch._check(
-        sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere"
-    )
-    return _all_to_all(x, axis, exchange.sent, exchange.received)[exchange.order]
+    return _sorted(_done(_begin(_packed(x, exchange), axis, exchange.sent, exchange.received)), exchange)
 
 
 def _returned(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    x = _all_to_all(torch.empty_like(x).index_copy(0, exchange.order, x), axis, exchange.received, exchange.sent)
+    return _unpacked(_done(_begin(_unsorted(x, exchange), axis, exchange.received, exchange.sent)), exchange)
+
+
+def _begin(x: Tensor, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Begin an all-to-all, which ``_done`` waits for."""
+    group, count, _ = _axes[axis]
+    begun: Tensor = x if count == 1 else _operators.all_to_all_single(x.contiguous(), received, sent, group)
+    return begun
+
+
+def _packed(x: Tensor, exchange: Exchange) -> Tensor:
+    """[own, ...] -> [sent, ...]"""
+    x = x.view_as(x) if exchange.rows is None else x[exchange.rows]
+    torch._check(
+        sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere"
+    )
+    return x
+
+
+def _unpacked(x: Tensor, exchange: Exchange) -> Tensor:
+    """[sent, ...] -> [own, ...]"""
     if exchange.places is None:
         return x
     return x[exchange.places].masked_fill(_as_column(exchange.places < 0, x), 0)
+
+
+def _sorted(x: Tensor, exchange: Exchange) -> Tensor:
+    return x[exchange.order]
+
+
+def _unsorted(x: Tensor, exchange: Exchange) -> Tensor:
+    return torch.empty_like(x).index_copy(0, exchange.order, x)
 
 
 def _room(rows: int, room: float, axis: str) -> int:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch import fx
+
 from graphpar.emitted import collectives, expert_rows
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
@@ -95,8 +97,17 @@ TABLE = (
 EXCHANGES = (
     Transition("S", "E", "send_rows", "rows to their experts", "gradients back", "all-to-all", "all-to-all"),
     Transition("E", "S", "return_rows", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
+    Transition("S", "E", "start_send", "rows to their experts", "gradients back", "all-to-all", "all-to-all"),
+    Transition("E", "E", "finish_send", "wait", "begin"),
+    Transition("E", "E", "start_return", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
+    Transition("E", "S", "finish_return", "wait", "begin"),
 )
 """Between replicas that hold different experts (:mod:`graphpar.passes.sharding.exchange`); no search chooses them."""
+HALVES = {
+    "send_rows": (expert_rows.start_send, expert_rows.finish_send),
+    "return_rows": (expert_rows.start_return, expert_rows.finish_return),
+}
+"""The functions that begin what another does, and end it (:mod:`graphpar.passes.sharding.overlapped_exchange`)."""
 FUNCTIONS = {row.function: row for row in (*TABLE, *EXCHANGES)}
 """Every transition by the name of its function."""
 
@@ -107,6 +118,20 @@ WITHOUT_GRADIENT = (
                                                "expert_rows", "expert_sums")),
 )  # fmt: skip
 """Every transition of a tensor that has none: R and I are the same."""
+
+
+SENDS = frozenset(name for send, (start, _) in HALVES.items() for name in (send, start.__name__))
+"""The names of the functions by which rows travel."""
+
+
+def travelling_beside(node: fx.Node) -> list[fx.Node]:
+    """Return what a rank computes while rows travel that ``node`` begins to send; nothing of others."""
+    if node.target not in [start for start, _ in HALVES.values()]:
+        return []
+    (finish,), found = node.users, list[fx.Node]()
+    while (node := node.next) is not finish:
+        found.append(node)
+    return found
 
 
 @dataclass(frozen=True)

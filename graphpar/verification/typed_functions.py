@@ -23,7 +23,7 @@ from torch import Tensor
 from graphpar.emitted import collectives as all_collectives
 from graphpar.operators.composite import Composite, axes_of
 from graphpar.operators.table import COMPOSITES
-from graphpar.operators.transitions import FUNCTIONS, Transition
+from graphpar.operators.transitions import EXCHANGES, FUNCTIONS, HALVES, Transition
 from graphpar.runtime.layout import R, Shard, Type
 
 Axes = Mapping[str, dist.ProcessGroup]
@@ -69,7 +69,7 @@ def _rule(row: Transition) -> Callable[..., Any]:
     source, target = row.source, row.target
 
     def rule(x: Tensor, on: Any, *dims: int) -> Any:
-        if {source, target} == {"S", "E"}:
+        if row in EXCHANGES:
             if spmd.maybe_get_axis_local_type(x, on) is not spmd.V:
                 raise spmd.SpmdTypeError("rows that go to other ranks and come back are the same on every rank")
             return x
@@ -142,7 +142,8 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
 
     for name, row in FUNCTIONS.items():  # those that it lacks may be what a product beside a collective is typed as
         if not row.of_rows:
-            _declare(module, {str(name): _of_transition(row, module, axes)}, lacking=True)
+            function = getattr(module, str(name), row.called)
+            _declare(module, {str(name): _transition(function, _rule(row), _dims(row), axes)}, lacking=True)
     _declare(module, {"rank": rank, "global_index": global_index, "_piece": piece})
     if hasattr(module, "own_group"):
         _declare(module, {"own_group": _transition(module.own_group, _to_own, (), axes)})
@@ -178,20 +179,17 @@ def declare_expert_rows(module: ModuleType, axes: Axes) -> None:
     def kept(x: Tensor, axis: str, exchange: Any) -> Tensor:
         return x.clone()
 
+    halves = {function.__name__ for pair in HALVES.values() for function in pair}
     for name, row in FUNCTIONS.items():
         if row.of_rows:
-            _declare(module, {str(name): _of_transition(row, module, axes)})
+            function = kept if name in halves else getattr(module, str(name), row.called)
+            _declare(module, {str(name): _transition(function, _rule(row), _dims(row), axes)})
     _declare(module, {"rank_ends": rank_ends, "own_offsets": own_offsets, "exchange_of": exchange_of})
     _declare(module, {"_sent": kept, "_returned": kept})
 
 
 DECLARED = {"collectives": declare_collectives, "expert_rows": declare_expert_rows}
 """What types the functions of a file of the package, in this order and before those of others."""
-
-
-def _of_transition(row: Transition, module: ModuleType, axes: Axes) -> Callable[..., Tensor]:
-    function = getattr(module, str(row.function), row.called)
-    return _transition(function, _rule(row), _dims(row), axes)
 
 
 def _declare(module: ModuleType, functions: Mapping[str, Callable[..., Any]], lacking: bool = False) -> None:
