@@ -118,7 +118,7 @@ FINISHING = (
     ),
     RankPass(
         "overlap_exchange", "graphpar.passes.sharding.overlapped_exchange", ("expert_room",),
-        "rows travel to experts and back beside products that need none of them",
+        "products that need no rows of experts are computed while these travel",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_overlap(program),
     ),

@@ -298,7 +298,7 @@ def _experts(data: Mapping[str, Any]) -> str:
     experts, travel = data["experts"], ""
     if "moves" in experts:
         cpu = "; a CPU hides nothing" if experts["beside"] and device_is_cpu(data) else ""
-        travel = f" · rows travel {plural(experts['moves'], 'time')}, {experts['beside']} of them beside products{cpu}"
+        travel = f" · rows travel {plural(experts['moves'], 'time')}, {experts['beside']} of them overlapped with products{cpu}"
     return (
         f"{count_text(experts['parameters'])} parameters, a rank has {bytes_text(experts['rank_bytes'])} · "
         f"{count_text(experts['other_parameters'])} others, a rank has {bytes_text(experts['other_rank_bytes'])}{travel}"

@@ -133,6 +133,6 @@ def test_the_report_says_how_often_rows_travel_beside_products() -> None:
     console = Console(width=200)
     with console.capture() as captured:
         render(data, console, "out")
-    assert f"rows travel {2 * script.LAYERS} times, {2 * script.LAYERS} of them beside products" in " ".join(
+    assert f"rows travel {2 * script.LAYERS} times, {2 * script.LAYERS} of them overlapped with products" in " ".join(
         captured.get().split()
     )
