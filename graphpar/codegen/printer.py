@@ -196,11 +196,11 @@ class GraphPrinter:
         return found
 
     def _while_travelling(self) -> set[fx.Node]:
-        """What begins to send rows, and what is made of others meanwhile for later: computed where it stands."""
+        """What begins to send rows and ends that, and what is made of others meanwhile for later: computed where it stands."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             if others := travelling_beside(node):
-                found |= {node, *(each for each in others if not each.users.keys() <= set(others))}
+                found |= {node, *node.users, *(each for each in others if not each.users.keys() <= set(others))}
         return found
 
     def _may_inline(self, node: fx.Node) -> bool:
