@@ -377,10 +377,17 @@ def _reduce_scatter(x: Tensor, axis: str) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
     """[k, ...] for each rank -> [k, ...] from each rank; with ``sent`` and ``received``, so many rows instead of one"""
+    begun = _begin_all_to_all(x, axis, sent, received)
+    return begun if begun is x else _done(begun)
+
+
+def _begin_all_to_all(x: Tensor, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """The same, which ``_done`` waits for."""
     group, count, _ = _axes[axis]
     if count == 1:
         return x
-    return _done(_operators.all_to_all_single(x.contiguous(), received or [1] * count, sent or [1] * count, group))
+    begun: Tensor = _operators.all_to_all_single(x.contiguous(), received or [1] * count, sent or [1] * count, group)
+    return begun
 
 
 def _done(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted.collectives import _all_to_all, _apply, _axes, _done, _operators, rank, size
+from graphpar.emitted.collectives import _all_to_all, _apply, _begin_all_to_all, _done, rank, size
 
 counters: list[Callable[[str, Tensor], None]] = []
 """Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or
@@ -159,7 +159,7 @@ class Travelling(NamedTuple):
 def start_send(x: Tensor, axis: str, exchange: Exchange) -> Travelling:
     """S -> E: begin :func:`send_rows`; backward waits for gradients. [own, ...] -> on their way [received, ...]"""
     given = _apply(x, lambda x: _packed(x, exchange), lambda g: _unpacked(_done(g), exchange))
-    return Travelling(given, _begin(given.detach(), axis, exchange.sent, exchange.received))
+    return Travelling(given, _begin_all_to_all(given.detach(), axis, exchange.sent, exchange.received))
 
 
 def finish_send(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
@@ -168,14 +168,14 @@ def finish_send(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
     return _apply(
         sent.given,
         lambda given: _sorted(_done(rows), exchange),
-        lambda g: _begin(_unsorted(g, exchange), axis, exchange.received, exchange.sent),
+        lambda g: _begin_all_to_all(_unsorted(g, exchange), axis, exchange.received, exchange.sent),
     )
 
 
 def start_return(x: Tensor, axis: str, exchange: Exchange) -> Travelling:
     """E -> E: begin :func:`return_rows`; backward waits for gradients. [received, ...] -> on their way [own, ...]"""
     given = _apply(x, lambda x: _unsorted(x, exchange), lambda g: _sorted(_done(g), exchange))
-    return Travelling(given, _begin(given.detach(), axis, exchange.received, exchange.sent))
+    return Travelling(given, _begin_all_to_all(given.detach(), axis, exchange.received, exchange.sent))
 
 
 def finish_return(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
@@ -184,7 +184,7 @@ def finish_return(sent: Travelling, axis: str, exchange: Exchange) -> Tensor:
     return _apply(
         sent.given,
         lambda given: _unpacked(_done(rows), exchange),
-        lambda g: _begin(_packed(g, exchange), axis, exchange.sent, exchange.received),
+        lambda g: _begin_all_to_all(_packed(g, exchange), axis, exchange.sent, exchange.received),
     )
 
 
@@ -194,18 +194,11 @@ def received_ends(exchange: Exchange) -> Tensor:
 
 
 def _sent(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    return _sorted(_done(_begin(_packed(x, exchange), axis, exchange.sent, exchange.received)), exchange)
+    return _sorted(_all_to_all(_packed(x, exchange), axis, exchange.sent, exchange.received), exchange)
 
 
 def _returned(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    return _unpacked(_done(_begin(_unsorted(x, exchange), axis, exchange.received, exchange.sent)), exchange)
-
-
-def _begin(x: Tensor, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Begin an all-to-all, which ``_done`` waits for."""
-    group, count, _ = _axes[axis]
-    begun: Tensor = x if count == 1 else _operators.all_to_all_single(x.contiguous(), received, sent, group)
-    return begun
+    return _unpacked(_all_to_all(_unsorted(x, exchange), axis, exchange.received, exchange.sent), exchange)
 
 
 def _packed(x: Tensor, exchange: Exchange) -> Tensor:

@@ -105,7 +105,10 @@ def test_programs_of_four_ranks_are_the_model(tmp_path: Path, pool: RankPool) ->
 
 
 FAULTS = {
-    "gradients in another order": ("lambda g: _begin(_unsorted(g, exchange), axis", "lambda g: _begin(g, axis"),
+    "gradients in another order": (
+        "lambda g: _begin_all_to_all(_unsorted(g, exchange), axis",
+        "lambda g: _begin_all_to_all(g, axis",
+    ),
     "rows in another order": ("lambda given: _sorted(_done(rows), exchange)", "lambda given: _done(rows)"),
     "rows that do not come": ("_unpacked(_done(rows), exchange)", "torch.zeros_like(rows)"),
 }

@@ -136,3 +136,13 @@ def test_the_report_says_how_often_rows_travel_beside_products() -> None:
     assert f"rows travel {2 * script.LAYERS} times, {2 * script.LAYERS} of them overlapped with products" in " ".join(
         captured.get().split()
     )
+
+
+def test_compiled_blocks_keep_the_order_of_their_forward_alone() -> None:
+    program, cluster = traced(), Cluster.of(DEVICES["A100-SXM-80GB"], 1, 2)
+    plan = gp.plan(program, mesh={"dp_expert": 2})
+    execution = replace(pricing_of(program, plan, cluster)[0].execution, travelling=True, compiled=True)
+    rows = [row for unit in pricing_of(program, plan, cluster, execution)[0].units for row in unit.kind.work.rows]
+    moves = [row for row in rows if isinstance(row, Collective) and row.kind == "all-to-all"]
+
+    assert {(row.phase, bool(row.beside)) for row in moves} == {(Phase.FORWARD, True), (Phase.INPUT, False)}
