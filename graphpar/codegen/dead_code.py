@@ -22,7 +22,7 @@ from graphpar.codegen.sources import bound
 
 WHOLE = ("kv_cache", "recomputation", "pointwise", "gathering")
 """Modules that are copied as they are."""
-ENTRIES = {"collectives": ("bind", "rank", "size", "watchers", "counters")}
+ENTRIES = {"collectives": ("bind", "rank", "size", "watchers"), "expert_rows": ("counters",)}
 """What the runtime and ``check`` use of a module, by its name."""
 SETTERS = {"_lacking": "note_lacking"}
 """Variables of modules, and the functions by which the runtime sets them where anything reads them."""

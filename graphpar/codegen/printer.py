@@ -24,7 +24,7 @@ from graphpar.codegen.dead_code import library, name_in_library, needed_by
 from graphpar.codegen.formatting import describe_shape, note_of, shapes_of
 from graphpar.codegen.layers import Layers, given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import chunks, collectives, kv_cache, model_outputs, random_streams
+from graphpar.emitted import chunks, collectives, expert_rows, kv_cache, model_outputs, random_streams
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Chunked, Function, Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -32,6 +32,7 @@ from graphpar.operators.naming import created_by, short_name, user_name
 from graphpar.operators.parameter_casts import casts_parameter
 from graphpar.operators.spelling import Expression, literal
 from graphpar.operators.table import COMPOSITES, TABLE, record_of
+from graphpar.operators.transitions import travelling_beside
 
 _INLINE = 88
 
@@ -47,6 +48,7 @@ FUNCTIONS = tuple(name for name in functions_of(random_streams) if name in TABLE
 _CALLED = {
     chunks.__name__,
     collectives.__name__,
+    expert_rows.__name__,
     kv_cache.__name__,
     model_outputs.__name__,
     *(each.function.__module__ for each in COMPOSITES.values()),
@@ -167,9 +169,9 @@ class GraphPrinter:
         """Find the nodes that are written inside of the statement that uses them; casts of a layer's parameters are its own."""
         for node in self.layers:
             self.inlined.update(each for each in node.all_input_nodes if casts_parameter(each))
-        before_write = self._before_write()
+        fixed = self._before_write() | self._while_travelling()
         for node in self.nodes:
-            if node not in before_write and self._may_inline(node):
+            if node not in fixed and self._may_inline(node):
                 self.inlined.add(node)
 
     def _before_write(self) -> set[fx.Node]:
@@ -191,6 +193,14 @@ class GraphPrinter:
             while isinstance(target, fx.Node) and target.op == "call_function" and len(target.users) == 1:
                 found.discard(target)
                 target = target.args[0]
+        return found
+
+    def _while_travelling(self) -> set[fx.Node]:
+        """What begins to send rows and ends that, and what is made of others meanwhile for later: computed where it stands."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if others := travelling_beside(node):
+                found |= {node, *node.users, *(each for each in others if not each.users.keys() <= set(others))}
         return found
 
     def _may_inline(self, node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, expert_rows
 from graphpar.ir.program import operator_name
 from graphpar.operators.functions import OPERATORS, FunctionOperator
 from graphpar.operators.spelling import (
@@ -39,7 +39,7 @@ from graphpar.operators.table import record_named
 
 def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
     """Write a ``call_function`` node in Python. ``anchor`` is an expression whose ``.device`` factories use."""
-    if getattr(node.target, "__module__", None) == collectives.__name__:
+    if getattr(node.target, "__module__", None) in (collectives.__name__, expert_rows.__name__):
         return _collective(node, shown)
     spellings: tuple[Spelling, ...] = (*record_named(operator_name(node)).spelling, partial(_by_rule, anchor=anchor))
     for spelling in spellings:

@@ -57,6 +57,8 @@ class Execution:
         joined: the other sums of gradients of what enters products run beside the products of the gradients of their weights, where a
             backward is not split in two, and what is gathered again beside those of that gradient: see
             :mod:`graphpar.emitted.parallel_products`, which programs have, and Megatron-LM's column-parallel layers.
+        travelling: rows travel to experts and back beside the products that stand between the start and the end of that, see
+            :mod:`graphpar.passes.sharding.overlapped_exchange`.
         communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
         cast_bytes: of memory, for each element of what a product in 8 bits takes, where the program's own rows of work have no casts.
         foreach: the optimizer has one more copy of what it updates during its step.
@@ -88,6 +90,7 @@ class Execution:
     overlap_tp: float = 0.0
     rings: bool = False
     joined: bool = False
+    travelling: bool = False
     offload: tuple[str, ...] = ()
     communicator_bytes: int = 0
     cast_bytes: float = 4.0

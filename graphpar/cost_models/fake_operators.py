@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from graphpar.emitted import chunks, collectives, kv_cache, packed_attention
+from graphpar.emitted import chunks, collectives, expert_rows, kv_cache, packed_attention
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Chunked
 from graphpar.operators.functions import OPERATORS, plain_apply
+from graphpar.operators.transitions import HALVES
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -226,6 +227,10 @@ def _exchange_of(even: bool, offs: Tensor, axis: str, rows: Tensor | None = None
 
 
 def _sent_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
+    return _Moved.apply(x, _laid_out(x, axis, exchange).order, exchange)  # type: ignore[no-any-return]
+
+
+def _laid_out(x: Tensor, axis: str, exchange: _Even) -> _Even:
     """As many rows come as go, or as there is room for; the order of those that came is kept, and with room the places of both."""
     if exchange.order is None:
         came = x.size(0) if exchange.room is None else collectives.size(axis) * exchange.held(x.size(0), axis)
@@ -233,7 +238,20 @@ def _sent_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
         if exchange.room is not None:
             exchange.rows_sent = torch.empty_like(exchange.order)
             exchange.places = x.new_empty(x.size(0), dtype=torch.int64)
-    return _Moved.apply(x, exchange.order, exchange)  # type: ignore[no-any-return]
+    return exchange
+
+
+def _half(function: Any) -> Any:
+    """A function that begins to send rows, or ends that, as it is."""
+
+    def run(even: bool, x: Tensor, axis: str, exchange: _Even) -> Any:
+        order = _laid_out(x, axis, exchange).order
+        assert order is not None and exchange.offsets is not None
+        rows = [order.size(0), *[0] * (collectives.size(axis) - 1)]
+        places = None if exchange.room is None else exchange.places
+        return function(x, axis, expert_rows.Exchange(rows, rows, order, exchange.offsets, exchange.rows_sent, places))
+
+    return run
 
 
 def _returned_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
@@ -259,12 +277,13 @@ def _in_order(x: Tensor, rows: int) -> Tensor:
 
 
 _OF_EXPERTS: dict[Any, Any] = {
-    collectives.exchange_of: _exchange_of,
-    collectives.send_rows: _sent_rows,
-    collectives.return_rows: _returned_rows,
-    collectives.received_ends: lambda even, exchange: exchange.offsets,
-    collectives.rank_ends: _rank_ends,
-    collectives.expert_rows: _expert_rows,
-    collectives.expert_sums: _expert_sums,
-    collectives.without_padding: _without_padding,
+    expert_rows.exchange_of: _exchange_of,
+    expert_rows.send_rows: _sent_rows,
+    expert_rows.return_rows: _returned_rows,
+    **{function: _half(function) for halves in HALVES.values() for function in halves},
+    expert_rows.received_ends: lambda even, exchange: exchange.offsets,
+    expert_rows.rank_ends: _rank_ends,
+    expert_rows.expert_rows: _expert_rows,
+    expert_rows.expert_sums: _expert_sums,
+    expert_rows.without_padding: _without_padding,
 }

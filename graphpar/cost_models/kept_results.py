@@ -33,6 +33,7 @@ from graphpar.emitted.pointwise import made_again
 from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, POINTWISE, Recomputation
+from graphpar.operators.transitions import STARTS
 from graphpar.runtime.option_kinds import share_of
 
 FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
@@ -270,7 +271,7 @@ class Recomputations:
         return found
 
     def _recomputation(self, block: Block, kind: str) -> Recomputation | None:
-        how = Recomputation(kind)
+        how = Recomputation(kind, rows_travel=any(node.target in STARTS for node in block.graph.nodes))
         if how.gathers and how.pointwise:
             either = [self._recomputation(block, each) for each in (GATHERS, POINTWISE)]
             if None in either:  # that of which there is something
@@ -284,9 +285,8 @@ class Recomputations:
         calls: dict[str, list[int]] = {}
         for result in kept:
             calls.setdefault(result.operator, []).append(result.number)
-        return Recomputation(
-            kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
-        )
+        numbers = {name: tuple(each) for name, each in calls.items()}
+        return replace(how, calls=numbers, nodes=frozenset(r.node for r in kept))
 
     def dispatched(self, block: Block) -> tuple[int, int]:
         """Return how many operators torch dispatches in the forward of ``block`` and in its repetition."""

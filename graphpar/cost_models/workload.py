@@ -18,7 +18,7 @@ from graphpar.cost_models.fused_groups import fusion_of, through_views, uses_of
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Row, Size, Traffic, Work
 from graphpar.cost_models.written_attention import is_written_out, written_out
-from graphpar.emitted.collectives import own_offsets
+from graphpar.emitted.expert_rows import own_offsets
 from graphpar.emitted.fp8_gathers import all_gather_rounded
 from graphpar.ir.program import Block, Chunked, Program, operator_name, value_of
 from graphpar.operators.composite import Composite, Local, arguments_of, axes_of
@@ -29,7 +29,7 @@ from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kernel, Kind, Reads, Record
 from graphpar.operators.table import COMPOSITES, record_of
-from graphpar.operators.transitions import FUNCTIONS
+from graphpar.operators.transitions import FUNCTIONS, SENDS, travelling_beside
 
 SCALE_BYTES = 4
 """Of the scale of a row in 8 bits."""
@@ -44,6 +44,7 @@ class Works:
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
         compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none, and those of a head in chunks.
         recasts: parameters that are read in another dtype are cast for each microbatch.
+        travelling: rows travel to experts and back beside the products that stand between the start and the end of that.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Works:
         gradient_bytes: int | None = None,
         compiled: bool = False,
         recasts: bool = False,
+        travelling: bool = False,
     ) -> None:
+        self.travelling = travelling
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
         self.compiled, self.train = compiled, program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
@@ -143,8 +146,15 @@ class Works:
         """Return the products beside a collective, forward and backward.
 
         Beside all pieces of a ring but a rank's own these are its products, of several with all their columns; beside the sum of the
-        gradient of what enters products whole, those of the gradients of their weights.
+        gradient of what enters products whole, those of the gradients of their weights; beside rows that travel, what stands there.
         """
+        if self.travelling and (others := travelling_beside(node)):
+            walk = _Walk(self, node.graph, scope, ())
+            made = [product for other in others for product in walk.products(other)]
+            forward = tuple(product for product in made if product.phase is Phase.FORWARD)
+            if self.compiled:  # inductor keeps the order of the forward alone
+                return forward, ()
+            return forward, tuple(product for product in made if product.phase is not Phase.FORWARD)
         joined = joined_with(node)
         if joined is None or not (joined.ring or node.target in ENTERING):
             return (), ()
@@ -336,6 +346,10 @@ class _Walk:
         yield Traffic(Phase.FORWARD, (2 * itemsize + 1) * elements_of(gather.all_input_nodes[0]))
         yield Traffic(Phase.FORWARD, (1 + itemsize) * elements)
 
+    def products(self, node: fx.Node) -> list[Product]:
+        """Return the products of a node and those of its backward."""
+        return list(self._plain_products(node, matrices(node, self._sizes)))
+
     def _plain_products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Product]:
         itemsize, pieces = value_of(node).dtype.itemsize, self.works.ring_of(node)
         for product in products:
@@ -465,7 +479,7 @@ def _fusible(node: fx.Node) -> bool:
 
 def _room_of(moved: fx.Node) -> float:
     """Return for how many times its rows a tensor that is sent has room: padding is sent too."""
-    room, divided = 1.0, moved.args[2] if operator_name(moved) in ("send_rows", "return_rows") else None
+    room, divided = 1.0, moved.args[2] if operator_name(moved) in SENDS else None
     while isinstance(divided, fx.Node):  # exchange_of(own_offsets(offs, axis, rank_ends(...)), ...)
         room *= float(divided.kwargs.get("room", 1.0))  # type: ignore[arg-type]
         offs = divided.args[0]

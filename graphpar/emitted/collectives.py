@@ -4,7 +4,6 @@
     I      the same value on every rank, used the same way on each     its gradient is I
     S(d)   dim d is sharded over the ranks                             its gradient is S(d)
     P      partial: the value is the sum over the ranks                its gradient is R
-    E      rows sorted by expert: each rank has those of its experts   its gradient is E
 
 A dim of n elements is sharded over k ranks by ceil(n / k), the last shards padded with zeros. With ``parts``, the dim
 consists of runs of ``sum(parts)`` elements, and each part of each run is sharded by itself: ``parts=(q, k, v)`` for the
@@ -13,9 +12,8 @@ rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the operators below
@@ -34,17 +32,8 @@ _groups: dict[str, ProcessGroup] = {}
 watchers: list[Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], None]] = []
 """Called with the shard and the result of each all-gather, and the function between them."""
 
-counters: list[Callable[[str, Tensor], None]] = []
-"""Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or
-where rows are sent, of this rank's, from all ranks."""
-
-
 _round_apart = False
 """Whether kernels may give ranks that compute the same other last bits, as those of GPUs do."""
-
-
-_lacking: Tensor | None = None
-"""Is set where rows have no room; ``None``: nothing reads it, so all rows have room, which waits for the device."""
 
 
 def bind(groups: Mapping[str, ProcessGroup | None], round_apart: bool = False) -> None:
@@ -57,13 +46,6 @@ def bind(groups: Mapping[str, ProcessGroup | None], round_apart: bool = False) -
         _axes[axis] = ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
         if group is not None:
             _groups[group.group_name] = group
-
-
-def note_lacking(lacking: Tensor | None) -> None:
-    """Have functions with ``room`` take as many rows as they have room for, and set ``lacking`` where there are more;
-    ``None``: have them wait for the device, and take all."""
-    global _lacking
-    _lacking = lacking
 
 
 def size(axis: str) -> int:
@@ -282,132 +264,10 @@ def channel_batch_norm(
     return result
 
 
-# Rows that are sorted by expert. ``offs`` [experts]: where each expert's rows end. Functions with ``room`` do not wait
-# for the device: tensors have room for ``room`` times the mean number of rows of a rank, and padding behind these.
-
-
-class OwnRows(NamedTuple):
-    """Which of ``whole`` rows are those of a rank's experts: from ``begin`` to ``end``, both on the device. There is
-    room for ``room`` of them."""
-
-    begin: Tensor
-    end: Tensor
-    room: int
-    whole: int
-
-
-def rank_ends(offs: Tensor, axis: str, rows: Tensor | None = None, room: float | None = None) -> list[int] | OwnRows:
-    """Compute where the rows of each rank's experts end. [experts] -> k; with ``room`` for this rank's of ``rows``
-    [n, ...].
-
-    Without it waits for the device, so it is called once for all tensors with these rows.
-    """
-    own = offs.size(0) // size(axis)
-    for count_rows in counters:
-        count_rows(axis, offs.diff(prepend=offs.new_zeros(1)))
-    if room is not None and rows is not None and _lacking is not None:
-        whole, first = rows.size(0), rank(axis) * own
-        begin, end = offs[first - 1] if first else offs.new_zeros(()), offs[first + own - 1]
-        held = _room(whole, room, axis)
-        _lacking.logical_or_(end - begin > held)
-        return OwnRows(begin, torch.minimum(end, begin + held), held, whole)
-    ends: list[int] = offs[own - 1 :: own].tolist()
-    return ends
-
-
-def expert_rows(x: Tensor, axis: str, ends: Sequence[int] | OwnRows) -> Tensor:
-    """R -> E: the rows of this rank's experts; backward pads with zeros. [n, ...] -> [own, ...]"""
-    if isinstance(ends, OwnRows):
-        return _apply(x, lambda x: _own_rows(x, ends), lambda g: _among_all(g, ends))
-    begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
-    torch._check(ends[-1] == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere")
-    torch._check(begin >= 0)  # for torch.compile, which does not see the numbers
-    torch._check(end >= begin)
-    torch._check(end <= x.size(0))
-    return x.narrow(0, begin, end - begin)
-
-
-def expert_sums(x: Tensor, axis: str, ends: Sequence[int] | OwnRows) -> Tensor:
-    """E -> P: the rows of this rank's experts, zeros elsewhere; backward keeps its rows. [own, ...] -> [n, ...]"""
-    if isinstance(ends, OwnRows):
-        return _apply(x, lambda x: _among_all(x, ends), lambda g: _own_rows(g, ends))
-    begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
-    return F.pad(x, [0, 0] * (x.ndim - 1) + [begin, ends[-1] - end])
-
-
-def without_padding(x: Tensor, ends: Sequence[int] | OwnRows) -> Tensor:
-    """E -> E: the same rows, and zeros for padding, which products leave undefined; backward the same. [own, ...] ->
-    [own, ...]"""
-    return x.where(_is_own(x, ends), 0) if isinstance(ends, OwnRows) else x
-
-
-def own_offsets(offs: Tensor, axis: str, ends: Sequence[int] | OwnRows = ()) -> Tensor:
-    """Compute where the rows of each of this rank's experts end among the rank's rows. [experts] -> [experts / k]"""
-    own = offs.size(0) // size(axis)
-    first = rank(axis) * own
-    found = offs[first : first + own] - (offs[first - 1] if first else 0)
-    return found.clamp(max=ends.room) if isinstance(ends, OwnRows) else found
-
-
 def own_group(x: Tensor, axis: str, dim: int) -> Tensor:
     """The one of fewer groups than ranks that this rank's heads belong to; backward pads with zeros. [.., n, ..]
     -> [.., 1, ..]"""
     return x.narrow(dim, rank(axis) * x.size(dim) // size(axis), 1)
-
-
-class Exchange(NamedTuple):
-    """How rows travel between the ranks of an axis, each of which has rows of its own, sorted by expert, and other
-    experts.
-
-    ``sent`` and ``received``: the number of rows to and from each rank. ``order`` [received]: sorts what came by
-    expert; rows of one expert stay in the order of their ranks, and padding is last. ``ends`` [experts / k]: where the
-    rows of each of this rank's experts end then. With padding, ``rows`` [sent]: which row is sent in each place, and
-    ``places`` [own]: in which place each row is sent, -1 where it is not.
-    """
-
-    sent: list[int]
-    received: list[int]
-    order: Tensor
-    ends: Tensor
-    rows: Tensor | None = None
-    places: Tensor | None = None
-
-
-def exchange_of(offs: Tensor, axis: str, rows: Tensor | None = None, room: float | None = None) -> Exchange:
-    """Tell the ranks how many rows each expert gets from each; ``offs`` [experts]: where the rows of each expert end on
-    this rank. With ``room`` for those of ``rows`` [own, ...] that go to one rank.
-
-    Without it waits for the device, so it is called once for all tensors with these rows.
-    """
-    count = size(axis)
-    own = offs.size(0) // count
-    sent = offs.to(torch.int64).diff(prepend=offs.new_zeros(1, dtype=torch.int64)).view(count, own)
-    received = _all_to_all(sent, axis)
-    for count_rows in counters:
-        count_rows(axis, received.sum(0))
-    if room is not None and rows is not None and _lacking is not None:
-        return _exchange_with_room(sent, received, axis, rows.size(0), _room(rows.size(0), room, axis), offs.dtype)
-    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    expert = torch.arange(own, device=offs.device).repeat(count)
-    order = expert.repeat_interleave(received.flatten(), output_size=sum(from_ranks)).argsort(stable=True)
-    return Exchange(to_ranks, from_ranks, order, received.sum(0).cumsum(0, dtype=offs.dtype))
-
-
-def send_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    """S -> E: each row goes to the rank of its expert, by all-to-all; backward brings gradients back. [own, ...]
-    -> [received, ...]"""
-    return _apply(x, lambda x: _sent(x, axis, exchange), lambda g: _returned(g, axis, exchange))
-
-
-def return_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    """E -> S: each row goes back to where it came from, by all-to-all; backward sends gradients. [received, ...]
-    -> [own, ...]"""
-    return _apply(x, lambda x: _returned(x, axis, exchange), lambda g: _sent(g, axis, exchange))
-
-
-def received_ends(exchange: Exchange) -> Tensor:
-    """Return where the rows of each of this rank's experts end among those that came: [experts / k]."""
-    return exchange.ends
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
@@ -517,78 +377,17 @@ def _reduce_scatter(x: Tensor, axis: str) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
     """[k, ...] for each rank -> [k, ...] from each rank; with ``sent`` and ``received``, so many rows instead of one"""
+    begun = _begin_all_to_all(x, axis, sent, received)
+    return begun if begun is x else _done(begun)
+
+
+def _begin_all_to_all(x: Tensor, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """The same, which ``_done`` waits for."""
     group, count, _ = _axes[axis]
     if count == 1:
         return x
-    return _done(_operators.all_to_all_single(x.contiguous(), received or [1] * count, sent or [1] * count, group))
-
-
-def _sent(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    if exchange.rows is not None:
-        x = x[exchange.rows]
-    torch._check(
-        sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere"
-    )
-    return _all_to_all(x, axis, exchange.sent, exchange.received)[exchange.order]
-
-
-def _returned(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    x = _all_to_all(torch.empty_like(x).index_copy(0, exchange.order, x), axis, exchange.received, exchange.sent)
-    if exchange.places is None:
-        return x
-    return x[exchange.places].masked_fill(_as_column(exchange.places < 0, x), 0)
-
-
-def _room(rows: int, room: float, axis: str) -> int:
-    """How many of so many rows a tensor has room for."""
-    return min(rows, math.ceil(rows * room / size(axis)))
-
-
-def _exchange_with_room(
-    sent: Tensor, received: Tensor, axis: str, rows: int, room: int, dtype: torch.dtype
-) -> Exchange:
-    """sent, received [k, experts / k]. Rows to and from each rank that have no room are left out, which is noted."""
-    assert _lacking is not None
-    count = sent.size(0)
-    row, place = (torch.arange(n, device=sent.device) for n in (rows, room))
-    ends = sent.sum(1).cumsum(0)
-    begins = ends - sent.sum(1)
-    _lacking.logical_or_((ends - begins > room).any())
-    to = torch.searchsorted(ends, row, right=True)
-    within = row - begins[to.clamp(max=count - 1)]
-    places = torch.where((to < count) & (within < room), to * room + within, -1)
-    came = received.cumsum(1).clamp(max=room)
-    expert = torch.searchsorted(came, place.expand(count, room).contiguous(), right=True)
-    return Exchange(
-        [room] * count,
-        [room] * count,
-        expert.flatten().argsort(stable=True),
-        came.sum(0).to(dtype),
-        (begins.unsqueeze(1) + place).clamp(max=rows - 1).flatten(),
-        places,
-    )
-
-
-def _own_rows(x: Tensor, own: OwnRows) -> Tensor:
-    """[whole, ...] -> [room, ...]"""
-    row = torch.arange(own.room, device=x.device) + own.begin
-    return x[row.clamp(max=own.whole - 1)].masked_fill(_as_column(row >= own.end, x), 0)
-
-
-def _among_all(x: Tensor, own: OwnRows) -> Tensor:
-    """[room, ...] -> [whole, ...]"""
-    row = torch.arange(own.whole, device=x.device)
-    elsewhere = (row < own.begin) | (row >= own.end)
-    return x[(row - own.begin).masked_fill(elsewhere, 0)].masked_fill(_as_column(elsewhere, x), 0)
-
-
-def _is_own(x: Tensor, own: OwnRows) -> Tensor:
-    return _as_column(torch.arange(own.room, device=x.device) < own.end - own.begin, x)
-
-
-def _as_column(flags: Tensor, x: Tensor) -> Tensor:
-    """[n] -> [n, 1, ...], with the dims of ``x``"""
-    return flags.view(-1, *[1] * (x.ndim - 1))
+    begun: Tensor = _operators.all_to_all_single(x.contiguous(), received or [1] * count, sent or [1] * count, group)
+    return begun
 
 
 def _done(x: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphpar.emitted.collectives import Exchange, all_gather, rank, return_rows, send_rows, size
+from graphpar.emitted.collectives import all_gather, rank, size
+from graphpar.emitted.expert_rows import Exchange, return_rows, send_rows
 
 _varlen: Any = varlen.varlen_attn
 _GROUPS = "enable_gqa" in inspect.signature(_varlen).parameters  # torch 2.12 and later

@@ -26,12 +26,14 @@ class Recomputation:
         calls: whose results a budget keeps: numbers of calls in a forward, by the name of the operator.
         nodes: the same as names of the block's nodes; for ``gathers`` and ``pointwise`` all that don't run again.
         writes: names, in the block, of its buffers that are written while the program runs.
+        rows_travel: rows are on their way to experts while something else runs.
     """
 
     kind: str
     calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
     writes: tuple[str, ...] = ()
+    rows_travel: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -51,7 +53,7 @@ class Recomputation:
     @property
     def compiles(self) -> bool:
         """Whether ``torch.compile`` compiles the block with what it runs again."""
-        return not self.by_hooks and not (self.keeps is not None and self.writes)
+        return not self.by_hooks and not (self.keeps is not None and (self.writes or self.rows_travel))
 
     @property
     def keeps(self) -> Keeps | None:

@@ -210,5 +210,6 @@ RECORDS: dict[str, Record] = {
     **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),
     **each("masked_select take put", replace(_UNSHARDED, saves=Reads.OPERANDS)),
     **each("expert_rows expert_sums send_rows return_rows without_padding", Record(Kind.INDEX)),
+    **each("start_send finish_send start_return finish_return", Record(Kind.INDEX)),
     "agree_on": Record(Kind.ALIAS),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpar.emitted import collectives, random_streams
+from graphpar.emitted import collectives, expert_rows, random_streams
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.operators.composite import Composite, Emit, LocalCall
 from graphpar.operators.placement import operands_of
@@ -199,7 +199,7 @@ def _mean(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
 def _own_experts(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
     """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
     (axis,) = axes
-    own = emit(collectives.own_offsets, (call.get("offs"), axis), {})
+    own = emit(expert_rows.own_offsets, (call.get("offs"), axis), {})
     if isinstance(own, fx.Node):
         whole = value_of(operands_of(call.node)[2])
         own.meta |= {"val": whole.new_empty(whole.shape[0] // call.degrees[axis]), "batch_coefficients": (None,)}
@@ -264,7 +264,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "groups": Rewrite(_groups),
     "output_size": Rewrite(_output_size),
     "mean": Rewrite(replace=_mean),
-    "own_experts": Rewrite(replace=_own_experts, own=collectives.own_offsets, together=True, divides=_BY_EXPERTS),
+    "own_experts": Rewrite(replace=_own_experts, own=expert_rows.own_offsets, together=True, divides=_BY_EXPERTS),
     "own_group": Rewrite(replace=_own_group, own=collectives.own_group, together=True),
     "mean_of_pieces": Rewrite(),
     "mean_of_labels": Rewrite(together=True),

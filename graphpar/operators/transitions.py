@@ -5,18 +5,21 @@
     path(R, E(offs))  expert_rows(x, axis, rank_ends(offs, axis))
     path(R, I)        None: no function turns a value that the ranks use differently into one that they use alike
 
-The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
-transition has one backward, and each path is right in both directions by construction.
+The functions are those of ``graphpar.emitted.collectives``, and where rows of experts come or go, of ``expert_rows``. The gradient of R is
+P, of I is I, of S is S, of P is R, so each transition has one backward, and each path is right in both directions by construction.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch import fx
+
+from graphpar.emitted import collectives, expert_rows
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 
@@ -57,11 +60,22 @@ class Transition:
     source: str
     target: str
     function: str | None
-    """Its name in ``collectives.py``; ``None`` where there is nothing to do."""
+    """Its name; ``None`` where there is nothing to do."""
     forward: str
     backward: str
     forward_collective: str | None = None
     backward_collective: str | None = None
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """The function itself."""
+        called: Callable[..., Any] = getattr(expert_rows if self.of_rows else collectives, str(self.function))
+        return called
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it is of the rows of experts."""
+        return "E" in (self.source, self.target)
 
 
 TABLE = (
@@ -83,10 +97,19 @@ TABLE = (
 EXCHANGES = (
     Transition("S", "E", "send_rows", "rows to their experts", "gradients back", "all-to-all", "all-to-all"),
     Transition("E", "S", "return_rows", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
+    Transition("S", "E", "start_send", "rows to their experts", "gradients back", "all-to-all", "all-to-all"),
+    Transition("E", "E", "finish_send", "wait", "begin"),
+    Transition("E", "E", "start_return", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
+    Transition("E", "S", "finish_return", "wait", "begin"),
 )
 """Between replicas that hold different experts (:mod:`graphpar.passes.sharding.exchange`); no search chooses them."""
 ROUNDED = Transition("S", "R", "all_gather_rounded", "all-gather", "reduce-scatter", "all-gather", "reduce-scatter")
 """In the place of ``all_gather`` before products in 8 bits (:mod:`graphpar.emitted.fp8_gathers`)."""
+HALVES = {
+    "send_rows": (expert_rows.start_send, expert_rows.finish_send),
+    "return_rows": (expert_rows.start_return, expert_rows.finish_return),
+}
+"""The functions that begin what another does, and end it (:mod:`graphpar.passes.sharding.overlapped_exchange`)."""
 FUNCTIONS = {row.function: row for row in (*TABLE, *EXCHANGES, ROUNDED)}
 """Every transition by the name of its function."""
 
@@ -99,6 +122,22 @@ WITHOUT_GRADIENT = (
 """Every transition of a tensor that has none: R and I are the same."""
 
 
+SENDS = frozenset(name for send, (start, _) in HALVES.items() for name in (send, start.__name__))
+"""The names of the functions by which rows travel."""
+STARTS = tuple(start for start, _ in HALVES.values())
+"""The functions that begin to send rows, which travel while something else runs."""
+
+
+def travelling_beside(node: fx.Node) -> list[fx.Node]:
+    """Return what a rank computes while rows travel that ``node`` begins to send; nothing of others."""
+    if node.target not in STARTS:
+        return []
+    (finish,), found = node.users, list[fx.Node]()
+    while (node := node.next) is not finish:
+        found.append(node)
+    return found
+
+
 @dataclass(frozen=True)
 class Step:
     """One transition between two given types."""
@@ -109,7 +148,7 @@ class Step:
 
     @property
     def function(self) -> str | None:
-        """The name of the function in ``collectives.py``; ``None`` where there is nothing to do."""
+        """The name of the function; ``None`` where there is nothing to do."""
         return self.transition.function
 
     @property

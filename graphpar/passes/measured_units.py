@@ -95,6 +95,7 @@ class _How(NamedTuple):
     gradient_bytes: int | None
     rings: bool
     joined: bool
+    travelling: bool
     units: tuple[str, ...] | None
 
 
@@ -127,7 +128,17 @@ class RankUnits:
             required: further split points at which a unit begins.
         """
         run = execution or Execution()
-        how = _How(device, run.fused, run.compiled, run.recasts, run.gradient_bytes, run.rings, run.joined, run.units)
+        how = _How(
+            device,
+            run.fused,
+            run.compiled,
+            run.recasts,
+            run.gradient_bytes,
+            run.rings,
+            run.joined,
+            run.travelling,
+            run.units,
+        )
         key = how, tuple(required), run.blocks, "activations" in run.offload
         if key not in self._units:
             if "activations" in run.offload:
@@ -165,7 +176,8 @@ class _Measured:
         # Seconds are those of the program that is printed; its memory is that of the collectives and products by themselves.
         noted, self.noted = with_joined(program, self.stages, whole=how.joined, rings=how.rings)
         self.works = Works(
-            noted, degrees, fused=how.fused, gradient_bytes=how.gradient_bytes, compiled=how.compiled, recasts=how.recasts
+            noted, degrees, fused=how.fused, gradient_bytes=how.gradient_bytes, compiled=how.compiled, recasts=how.recasts,
+            travelling=how.travelling,
         )  # fmt: skip
         self.how = how
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}

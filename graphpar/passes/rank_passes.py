@@ -17,6 +17,7 @@ from graphpar.passes.sharding.expert_room import with_room
 from graphpar.passes.sharding.flat_rows import with_rows
 from graphpar.passes.sharding.linear_bias import separate_biases, with_biases
 from graphpar.passes.sharding.lowering import lower
+from graphpar.passes.sharding.overlapped_exchange import with_overlap
 from graphpar.passes.sharding.pins import with_points, with_results, with_variants
 from graphpar.passes.sharding.rounded_gathers import with_rounded_gathers
 from graphpar.passes.sharding.widened import of_a_replica, widened, with_all_rows
@@ -123,7 +124,13 @@ FINISHING = (
         run=lambda program, sharding, rows: with_room(program, sharding.expert_room),
     ),
     RankPass(
-        "chunk_loss", "graphpar.passes.loss_chunks", ("expert_room",),
+        "overlap_exchange", "graphpar.passes.sharding.overlapped_exchange", ("expert_room",),
+        "products that need no rows of experts are computed while these travel",
+        "graphpar check and graphpar verify",
+        run=lambda program, sharding, rows: with_overlap(program),
+    ),
+    RankPass(
+        "chunk_loss", "graphpar.passes.loss_chunks", ("overlap_exchange",),
         "a large head and the loss after it are computed for a chunk of tokens at a time",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_chunks(program, sharding.loss_chunk),

@@ -24,6 +24,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Block, Program, concrete_shape, operator_name
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.transitions import SENDS, travelling_beside
 from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.candidates import misfit
 from graphpar.passes.planning.planned import Planned
@@ -260,7 +261,8 @@ def _whole_count(program: Program, trained: bool = False) -> int:
 
 
 def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
-    """Return the sizes of expert weights and of all others: elements in the model, and bytes on a rank of the stage with most experts."""
+    """Return the sizes of expert weights and of all others: elements in the model, and bytes on a rank of the stage with most experts; and
+    how often rows travel in a forward, also beside products."""
     scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
     names: set[str] = set()
     for base, graph in scopes:
@@ -270,6 +272,7 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
         names |= {name for name in program.parameters if name.startswith(lists)}
     if not names:
         return None
+    moves = [node for _, graph in scopes for node in graph.nodes if operator_name(node) in SENDS]
     whole = sum(info.whole_numel for name, info in program.parameters.items() if name in names)
     held = [sum(program.parameters[name].nbytes for name in row["names"] if name in names) for row in rows]
     most = max(range(len(rows)), key=held.__getitem__)
@@ -278,6 +281,7 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
         "other_parameters": _whole_count(program) - whole,
         "rank_bytes": held[most],
         "other_rank_bytes": rows[most]["parameter_bytes"] - held[most],
+        **({"moves": len(moves), "beside": sum(map(bool, map(travelling_beside, moves)))} if moves else {}),
     }
 
 

@@ -263,6 +263,11 @@ def recomputation_text(rows: list[Mapping[str, Any]]) -> str:
     )
 
 
+def device_is_cpu(data: Mapping[str, Any]) -> bool:
+    """Whether the prediction assumes CPUs."""
+    return str(data.get("assumed", {}).get("device", "")).startswith("CPU")
+
+
 def overlap_text(data: Mapping[str, Any]) -> str:
     """Say how many collectives run beside products, and whether that hides anything."""
     found = data["overlapped"]
@@ -271,10 +276,9 @@ def overlap_text(data: Mapping[str, Any]) -> str:
     beside = (
         f"{pairs} of tp overlapped with {plural(found['products'], 'product')}, in {data['mesh']['tp']} pieces each"
     )
-    cpu = str(data.get("assumed", {}).get("device", "")).startswith("CPU")
     others = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in found.get("others", {}).items())
     beside += f"; not overlapped: collectives of {others}" if others else ""
-    return beside + ("; a CPU hides nothing: its cores both send and multiply" if cpu else "")
+    return beside + ("; a CPU hides nothing: its cores both send and multiply" if device_is_cpu(data) else "")
 
 
 def offload_text(data: Mapping[str, Any]) -> str:

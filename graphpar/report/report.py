@@ -23,6 +23,7 @@ from graphpar.report.page import html
 from graphpar.report.phrases import (
     assumed_lines,
     communication_text,
+    device_is_cpu,
     gap_text,
     legend_of,
     mesh_text,
@@ -255,7 +256,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data.get("zero"):
         lines += [("Gathers", text) for text in _gathers(data)]
     if "experts" in data:
-        lines.append(("Experts", _experts(data["experts"])))
+        lines.append(("Experts", _experts(data)))
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
     if "draws" in data["model"]:
@@ -293,10 +294,14 @@ def _gathers(data: Mapping[str, Any]) -> list[str]:
     return [" · ".join(parts)] if parts else []
 
 
-def _experts(experts: Mapping[str, int]) -> str:
+def _experts(data: Mapping[str, Any]) -> str:
+    experts, travel = data["experts"], ""
+    if "moves" in experts:
+        cpu = "; a CPU hides nothing" if experts["beside"] and device_is_cpu(data) else ""
+        travel = f" · rows travel {plural(experts['moves'], 'time')}, {experts['beside']} of them overlapped with products{cpu}"
     return (
         f"{count_text(experts['parameters'])} parameters, a rank has {bytes_text(experts['rank_bytes'])} · "
-        f"{count_text(experts['other_parameters'])} others, a rank has {bytes_text(experts['other_rank_bytes'])}"
+        f"{count_text(experts['other_parameters'])} others, a rank has {bytes_text(experts['other_rank_bytes'])}{travel}"
     )
 
 

@@ -52,9 +52,9 @@ from graphpar.runtime.stages.schedules import check_actions
 from graphpar.verification.products_proof import product_problems
 from graphpar.verification.recomputed import check_recomputed
 from graphpar.verification.typed_functions import (
+    DECLARED,
     Axes,
     Kinds,
-    declare_collectives,
     declare_composites,
     give,
     kind_of,
@@ -132,10 +132,12 @@ def check_folder(folder: str | Path) -> CheckResult:
     with _fake_mesh(program) as axes:
         package = emitted_package(program)
         files = [name for name in library() if (program.folder / f"{name}.py").is_file()]
-        collectives: Any = importlib.import_module(f"{package}.collectives") if "collectives" in files else None
-        if collectives is not None:
-            declare_collectives(collectives, axes)
-        for module in (importlib.import_module(f"{package}.{name}") for name in files if name != "collectives"):
+        collectives: Any = None
+        for name, declare in DECLARED.items():
+            if name in files:
+                declare(module := importlib.import_module(f"{package}.{name}"), axes)
+                collectives = collectives or module
+        for module in (importlib.import_module(f"{package}.{name}") for name in files if name not in DECLARED):
             result.problems += product_problems(module, program.mesh)
             declare_composites(module, axes, collectives)
             if hasattr(module, "in_chunks"):  # a sum over chunks has the type of the whole

@@ -23,7 +23,7 @@ from torch import Tensor
 from graphpar.emitted import collectives as all_collectives
 from graphpar.operators.composite import Composite, axes_of
 from graphpar.operators.table import COMPOSITES
-from graphpar.operators.transitions import FUNCTIONS, Transition
+from graphpar.operators.transitions import EXCHANGES, FUNCTIONS, HALVES, ROUNDED, Transition
 from graphpar.runtime.layout import R, Shard, Type
 
 Axes = Mapping[str, dist.ProcessGroup]
@@ -69,7 +69,7 @@ def _rule(row: Transition) -> Callable[..., Any]:
     source, target = row.source, row.target
 
     def rule(x: Tensor, on: Any, *dims: int) -> Any:
-        if {source, target} == {"S", "E"}:
+        if row in EXCHANGES:
             if spmd.maybe_get_axis_local_type(x, on) is not spmd.V:
                 raise spmd.SpmdTypeError("rows that go to other ranks and come back are the same on every rank")
             return x
@@ -121,13 +121,7 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
     for each in (module, all_collectives):
         each.bind(groups)
     everywhere = dict.fromkeys(axes, spmd.R)
-    own: dict[str, Any] = {
-        name: getattr(module, name, None) for name in ("rank", "global_index", "rank_ends", "own_offsets", "_piece")
-    }
-    size, exchange = module.size, getattr(module, "Exchange", None)
-
-    def on(axis: str, kind: Any) -> Kinds:
-        return {axis: kind} if axis in axes else {}
+    own: dict[str, Any] = {name: getattr(module, name, None) for name in ("rank", "global_index", "_piece")}
 
     def rank(axis: str) -> Any:
         """Return the rank as a number that differs between ranks."""
@@ -138,13 +132,28 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
     def global_index(size: int, axis: str, *arguments: Any, **options: Any) -> Tensor:
         with untyped():
             value: Tensor = own["global_index"](size, axis, *arguments, **options)
-        return give(value, everywhere | on(axis, spmd.V), axes)
+        return give(value, everywhere | _on(axis, spmd.V, axes), axes)
 
     def piece(*arguments: Any) -> Tensor:
         """Run it untyped, as in the backward, where nothing has a type."""
         with untyped():
             value: Tensor = own["_piece"](*arguments)
         return value
+
+    for name, row in FUNCTIONS.items():  # those that it lacks may be what a product beside a collective is typed as
+        if not row.of_rows and row is not ROUNDED:
+            function = getattr(module, str(name), row.called)
+            _declare(module, {str(name): _transition(function, _rule(row), _dims(row), axes)}, lacking=True)
+    _declare(module, {"rank": rank, "global_index": global_index, "_piece": piece})
+    if hasattr(module, "own_group"):
+        _declare(module, {"own_group": _transition(module.own_group, _to_own, (), axes)})
+    declare_composites(module, axes, module)
+
+
+def declare_expert_rows(module: ModuleType, axes: Axes) -> None:
+    """Type the functions of an emitted ``expert_rows.py``, those that it has; :func:`declare_collectives` comes before."""
+    own: dict[str, Any] = {name: getattr(module, name, None) for name in ("rank_ends", "own_offsets")}
+    exchange = getattr(module, "Exchange", None)
 
     def rank_ends(offs: Tensor, axis: str, *room: Any, **factor: float) -> Any:
         if axis in axes and kinds_of(offs, axes)[axis] not in (spmd.R, spmd.I):
@@ -159,33 +168,39 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
 
     def exchange_of(offs: Tensor, axis: str, *room: Any, **factor: float) -> Any:
         """Nothing travels here, so as many rows come as go; every expert gets equally many."""
-        count = offs.size(0) // size(axis)
+        count = offs.size(0) // module.size(axis)
         with untyped():
             ends = offs.new_ones(count).cumsum(0, dtype=offs.dtype)
             ends = ends if offs.is_meta else (ends * offs[-1]).div(count, rounding_mode="floor").to(offs.dtype)
-        give(ends, kinds_of(offs, axes) | on(axis, spmd.V), axes)
+        give(ends, kinds_of(offs, axes) | _on(axis, spmd.V, axes), axes)
         assert exchange is not None
         return exchange([], [], ends, ends)
 
     def kept(x: Tensor, axis: str, exchange: Any) -> Tensor:
         return x.clone()
 
-    for name, row in FUNCTIONS.items():  # those that it lacks may be what a product beside a collective is typed as
-        function = getattr(module, str(name), getattr(all_collectives, str(name), None))
-        if function is not None:
-            setattr(module, str(name), _transition(function, _rule(row), _dims(row), axes))
-    replaced: dict[str, Callable[..., Any]] = {
-        **{function.__name__: function for function in (rank, global_index, rank_ends, own_offsets, exchange_of)},
-        "_piece": piece,
-        "_sent": kept,
-        "_returned": kept,
-    }
-    if hasattr(module, "own_group"):
-        replaced["own_group"] = _transition(module.own_group, _to_own, (), axes)
-    for name, made in replaced.items():
-        if hasattr(module, name):
-            setattr(module, name, made)
-    declare_composites(module, axes, module)
+    halves = {function.__name__ for pair in HALVES.values() for function in pair}
+    for name, row in FUNCTIONS.items():
+        if row.of_rows:
+            function = kept if name in halves else getattr(module, str(name), row.called)
+            _declare(module, {str(name): _transition(function, _rule(row), _dims(row), axes)})
+    _declare(module, {"rank_ends": rank_ends, "own_offsets": own_offsets, "exchange_of": exchange_of})
+    _declare(module, {"_sent": kept, "_returned": kept})
+
+
+DECLARED = {"collectives": declare_collectives, "expert_rows": declare_expert_rows}
+"""What types the functions of a file of the package, in this order and before those of others."""
+
+
+def _declare(module: ModuleType, functions: Mapping[str, Callable[..., Any]], lacking: bool = False) -> None:
+    """Put functions in the place of those that a module has, and of those that are ``lacking``."""
+    for name, function in functions.items():
+        if lacking or hasattr(module, name):
+            setattr(module, name, function)
+
+
+def _on(axis: str, kind: Any, axes: Axes) -> Kinds:
+    return {axis: kind} if axis in axes else {}
 
 
 def _to_own(x: Tensor, on: Any) -> Any:

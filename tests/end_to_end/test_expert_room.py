@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations
 from graphpar.cost_models.workload import Works
-from graphpar.emitted import collectives
+from graphpar.emitted import expert_rows
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, value_of
 from graphpar.passes.normalize.functional import copied
@@ -114,7 +114,7 @@ def test_rows_that_are_left_out_without_a_word_are_found(
     mesh: dict[str, int], noted: str, tmp_path: Path, pool: RankPool
 ) -> None:
     parts = made(mesh, 1.5)
-    files = {**parts.files, "collectives.py": parts.files["collectives.py"].replace(noted, "pass")}
+    files = {**parts.files, "expert_rows.py": parts.files["expert_rows.py"].replace(noted, "pass")}
     assert files != parts.files
 
     found = trained({"a fault skewed": replace(parts, files=files)}, tmp_path, pool)["a fault skewed"]
@@ -185,7 +185,7 @@ def test_an_operator_that_combines_the_rows_of_experts_is_refused(axis: str) -> 
     graph = copied(block.graph)
     for node, source in zip(graph.nodes, block.graph.nodes):
         node.meta = dict(source.meta)
-    rows = next(node for node in graph.nodes if node.target is collectives.expert_sums).args[0]
+    rows = next(node for node in graph.nodes if node.target is expert_rows.expert_sums).args[0]
     with graph.inserting_after(rows):
         total = graph.call_function(torch.ops.aten.sum.dim_IntList, (rows, [0]))
     total.meta = {"val": value_of(rows)[0], "types": {axis: P}}

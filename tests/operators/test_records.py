@@ -51,7 +51,7 @@ _WITHOUT = (
     "sym_float sym_int sym_size sync_batch_norm tril_indices triu_indices truediv unique_consecutive unique_dim unsafe_chunk "
     "unsafe_split upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d vdot "
     "vocab_cross_entropy vocab_embedding zeros cached_attention last window packed_attention balanced_packed_attention "
-    "without_padding "
+    "without_padding start_send finish_send start_return finish_return "
 )
 _SAMPLED = {*TABLE, "addcmul", "lerp"} - set(_WITHOUT.split()) - {n for n, each in COMPOSITES.items() if each.composed}
 """Names of operators of which there are samples; known here, so that nobody makes these to list the tests."""
@@ -406,6 +406,7 @@ def _emitted() -> set[str]:
         (ROOT / "graphpar" / "emitted" / f"{name}.py").read_text()
         for name in (
             "collectives",
+            "expert_rows",
             "fp8",
             "fp8_gathers",
             "gated",

@@ -110,7 +110,7 @@ def given(whole: Tensor, kind: Type, degree: int, rank: int) -> Tensor:
 def apply(case: Case, x: Tensor, degree: int) -> Tensor:
     for step in case.steps():
         if step.function is not None:
-            x = getattr(collectives, step.function)(x, case.axis, **step.options(SHAPE, degree))
+            x = step.transition.called(x, case.axis, **step.options(SHAPE, degree))
     return x
 
 

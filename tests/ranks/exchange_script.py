@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, expert_rows
 from graphpar.runtime import start
 
 EXPERTS, WIDTH, HIDDEN = 8, 16, 8
@@ -72,10 +72,10 @@ class Sends(TorchDispatchMode):
 
 def layer(x: Tensor, offs: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """What a rank with some of the experts computes for its own rows."""
-    exchange = collectives.exchange_of(offs, "dp_expert", x, room=4.0)
-    ends = collectives.received_ends(exchange)
-    h = F.silu(F.grouped_mm(collectives.send_rows(x, "dp_expert", exchange), up, offs=ends))
-    return collectives.return_rows(F.grouped_mm(h, down, offs=ends), "dp_expert", exchange)
+    exchange = expert_rows.exchange_of(offs, "dp_expert", x, room=4.0)
+    ends = expert_rows.received_ends(exchange)
+    h = F.silu(F.grouped_mm(expert_rows.send_rows(x, "dp_expert", exchange), up, offs=ends))
+    return expert_rows.return_rows(F.grouped_mm(h, down, offs=ends), "dp_expert", exchange)
 
 
 def run_all(rank: int, count: int, how: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def run_all(rank: int, count: int, how: str, names: Sequence[str]) -> dict[str, 
     compiled, room = "compiled" in how, "room" in how
     run = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=not room) if compiled else layer
     lacking = torch.zeros((), dtype=torch.int32)
-    collectives.note_lacking(lacking if room else None)
+    expert_rows.note_lacking(lacking if room else None)
     for name in names:
         rows, offs, *weights, upstream = inputs(name)
         own = len(rows[rank])

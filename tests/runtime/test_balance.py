@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, expert_rows
 from graphpar.runtime.training.balance import Balance, Counted
 
 ENDS = torch.tensor([3, 3, 6, 10], dtype=torch.int32)
@@ -36,7 +36,7 @@ def test_the_most_rows_are_compared_with_the_mean_in_each_layer() -> None:
     }
 
 
-@pytest.mark.parametrize("divide", [collectives.rank_ends, collectives.exchange_of])
+@pytest.mark.parametrize("divide", [expert_rows.rank_ends, expert_rows.exchange_of])
 @pytest.mark.parametrize("axis", ["ep", "dp_expert"])
 def test_each_division_of_rows_is_counted(balance: Balance, divide: Any, axis: str) -> None:
     divide(ENDS, axis)
@@ -52,7 +52,7 @@ def test_what_a_backward_computes_again_is_not_counted(balance: Balance) -> None
     calls = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        calls.append(collectives.rank_ends(ENDS, "ep"))
+        calls.append(expert_rows.rank_ends(ENDS, "ep"))
         return x.sin()
 
     y = checkpoint(layer, torch.ones(10, requires_grad=True), use_reentrant=False)
@@ -63,10 +63,10 @@ def test_what_a_backward_computes_again_is_not_counted(balance: Balance) -> None
 
 
 def test_evaluations_and_closed_counts_leave_nothing(balance: Balance) -> None:
-    collectives.rank_ends(ENDS, "ep")
+    expert_rows.rank_ends(ENDS, "ep")
     balance.begin_step()
     assert balance.end_step() is None
 
     balance.close()
-    collectives.rank_ends(ENDS, "ep")
-    assert balance.end_step() is None and not collectives.counters
+    expert_rows.rank_ends(ENDS, "ep")
+    assert balance.end_step() is None and not expert_rows.counters

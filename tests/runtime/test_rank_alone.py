@@ -169,10 +169,10 @@ def test_collectives_give_what_they_would_if_all_ranks_were_alike() -> None:
 def test_rows_are_spread_evenly_over_experts(tmp_path: Path) -> None:
     folder = emitted("ep", tmp_path / "out")
     with start(alone=(0, 4)) as ranks, Pipeline(folder, ranks.device) as pipeline:
-        collectives = importlib.import_module(f"{pipeline.package}.collectives")
+        expert_rows = importlib.import_module(f"{pipeline.package}.expert_rows")
         offs = torch.tensor([60, 60, 60, 61], dtype=torch.int32)  # nearly all of one expert
-        assert collectives.rank_ends(offs, "ep") == [30, 61]
-        assert collectives.own_offsets(offs, "ep").tolist() == [15, 30]
+        assert expert_rows.rank_ends(offs, "ep") == [30, 61]
+        assert expert_rows.own_offsets(offs, "ep").tolist() == [15, 30]
 
 
 def test_the_command_prints_a_rank_beside_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import expert_rows
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of, where
 from graphpar.ir.sharding import Sharding
@@ -273,7 +273,7 @@ class _Exchange:
         if self.moved.get(rows) is not exchange:
             node.replace_input_with(rows, self._sent(rows, exchange))
         with self.graph.inserting_before(node):
-            ends = self.graph.call_function(collectives.received_ends, (exchange,))
+            ends = self.graph.call_function(expert_rows.received_ends, (exchange,))
         own = value_of(offs).new_empty(value_of(offs).shape[0] // self.degree)
         ends.meta = {"module_stack": exchange.meta["module_stack"], "val": own, "batch_coefficients": (None,)}
         node.replace_input_with(offs, ends)
@@ -296,7 +296,7 @@ class _Exchange:
         offs = self._first_alike(offs)
         if offs not in self.exchanges:
             with self.graph.inserting_after(offs):
-                made = self.graph.call_function(collectives.exchange_of, (offs, AXIS))
+                made = self.graph.call_function(expert_rows.exchange_of, (offs, AXIS))
             made.meta = {"module_stack": offs.meta.get("module_stack", ()), "name": "exchange"}
             self.exchanges[offs] = made
             self.kinds[made] = ExpertRows(offsets=offs.name)
@@ -317,7 +317,7 @@ class _Exchange:
             later = exchange if self._precedes(rows, exchange) else rows
             kind = self.kinds[exchange]
             self.sent[key] = self._travel(
-                collectives.send_rows, later, rows, exchange, ("S(0)", str(kind)), {AXIS: kind}
+                expert_rows.send_rows, later, rows, exchange, ("S(0)", str(kind)), {AXIS: kind}
             )
             self.moved[self.sent[key]] = exchange
         return self.sent[key]
@@ -325,7 +325,7 @@ class _Exchange:
     def _returned(self, rows: fx.Node) -> fx.Node:
         if rows not in self.back:
             kind = str(self.kinds[self.moved[rows]])
-            self.back[rows] = self._travel(collectives.return_rows, rows, rows, self.moved[rows], (kind, "S(0)"), {})
+            self.back[rows] = self._travel(expert_rows.return_rows, rows, rows, self.moved[rows], (kind, "S(0)"), {})
         return self.back[rows]
 
     def _travel(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import expert_rows
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, operator_name, value_of, where
 from graphpar.operators.placement import operands_of, results_of
@@ -24,13 +24,13 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.runtime.layout import ExpertRows
 
-_DIVIDED = (collectives.rank_ends, collectives.exchange_of)
+_DIVIDED = (expert_rows.rank_ends, expert_rows.exchange_of)
 _BY_NUMBER = (
-    collectives.expert_rows,
-    collectives.expert_sums,
-    collectives.send_rows,
-    collectives.return_rows,
-    collectives.without_padding,
+    expert_rows.expert_rows,
+    expert_rows.expert_sums,
+    expert_rows.send_rows,
+    expert_rows.return_rows,
+    expert_rows.without_padding,
 )
 """Functions that know which rows are padding."""
 
@@ -68,7 +68,7 @@ def _with_room(source: fx.Graph, room: float) -> fx.Graph:
     for node in nodes:
         if node.target in _DIVIDED:
             first = next(user for user in nodes if user in node.users)
-            assert first.target in (collectives.expert_rows, collectives.send_rows), first
+            assert first.target in (expert_rows.expert_rows, expert_rows.send_rows), first
             first.prepend(node)  # now what it is to have room for has been computed
             rows = first.args[0]
             assert isinstance(rows, fx.Node)
@@ -78,7 +78,7 @@ def _with_room(source: fx.Graph, room: float) -> fx.Graph:
             node.args, node.kwargs = (*node.args, rows), {"room": held}
             ends[node.args[:2]] = node
     for node in nodes:
-        if node.target is collectives.own_offsets:
+        if node.target is expert_rows.own_offsets:
             node.args = (*node.args, ends[node.args])
         elif node.op == "call_function" and node.target not in _BY_NUMBER:
             _set_padding_to_zero(node)
@@ -103,21 +103,21 @@ def _set_padding_to_zero(node: fx.Node) -> None:
     for operand in rows:
         if value_of(operand).is_floating_point():
             node.replace_input_with(operand, _without_padding(operand, operand))
-    if any(user.target not in (collectives.send_rows, *_DIVIDED) for user in node.users):
+    if any(user.target not in (expert_rows.send_rows, *_DIVIDED) for user in node.users):
         made = _without_padding(node, rows[0])
         node.replace_all_uses_with(made, lambda user: user is not made)
 
 
 def _without_padding(node: fx.Node, rows: fx.Node) -> fx.Node:
     with node.graph.inserting_after(node):
-        made = node.graph.call_function(collectives.without_padding, (node, _ends_of(rows)))
+        made = node.graph.call_function(expert_rows.without_padding, (node, _ends_of(rows)))
     made.meta = {key: value for key, value in node.meta.items() if key != "transition"} | {"origin": node}
     return made
 
 
 def _ends_of(rows: fx.Node) -> fx.Node:
     """Return what says where the rows end."""
-    while rows.target is not collectives.expert_rows:
+    while rows.target is not expert_rows.expert_rows:
         rows = next(operand for operand in rows.all_input_nodes if _is_rows(operand))
     ends = rows.args[2]
     assert isinstance(ends, fx.Node)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, expert_rows
 from graphpar.ir.batch_sizes import is_size
 from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding, Types
@@ -263,7 +263,7 @@ class _Scope:
             if step.function is None:
                 continue
             axis = self.axes[place]
-            function = getattr(collectives, step.function)
+            function = step.transition.called
             ends = [self._ends(step.offsets, axis)] if step.offsets else []
             options = step.options(value_of(node).shape, self.degrees[axis])
             value = self.new.call_function(function, (value, axis, *ends), options)
@@ -290,7 +290,7 @@ class _Scope:
                 pending += missing
             elif (node := pending.pop()) not in self.made:
                 self._lower(node)
-        ends = self.new.call_function(collectives.rank_ends, (self._as(source, self.whole), axis))
+        ends = self.new.call_function(expert_rows.rank_ends, (self._as(source, self.whole), axis))
         ends.meta = {"module_stack": source.meta.get("module_stack", ()), "name": "ends"}
         self.ends[offsets, axis] = ends
         return ends

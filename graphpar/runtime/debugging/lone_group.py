@@ -45,14 +45,14 @@ def is_alone() -> bool:
     return dist.is_initialized() and dist.get_backend() == BACKEND
 
 
-def spread_rows(collectives: ModuleType) -> None:
-    """Let the functions of an emitted ``collectives.py`` that divide rows by expert give each expert as many as any other.
+def spread_rows(expert_rows: ModuleType) -> None:
+    """Let the functions of an emitted ``expert_rows.py`` that divide rows by expert give each expert as many as any other.
 
     A router without trained weights would choose few of them, and other ranks' choices are not known.
     """
     for name in ("rank_ends", "own_offsets", "exchange_of"):
-        if hasattr(collectives, name):
-            setattr(collectives, name, _with_even_rows(getattr(collectives, name)))
+        if hasattr(expert_rows, name):
+            setattr(expert_rows, name, _with_even_rows(getattr(expert_rows, name)))
 
 
 def _with_even_rows(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,14 +190,15 @@ def compile_repetitions(stage: nn.Module, backend: str, partly: Collection[str])
     """Compile blocks with what they run again, once the emitted ``recompute_units`` has said what: the compiler keeps the same results.
     Blocks of a class that keep the same are one graph.
 
-    Left as they are: blocks that gather again, and those that write buffers, which run on copies again.
+    Left as they are: blocks that gather again, those that write buffers, which run on copies again, and those in which rows travel, whose
+    products by expert get operands in a layout that they refuse from inductor.
     """
     made: dict[Any, Callable[..., Any]] = {}
     for path in partly if COMPILES_REPETITIONS else ():
         module = stage.get_submodule(path)
         contexts: Any = getattr(module.forward, "keywords", {}).get("context_fn")
         keeps, _, writes = getattr(contexts, "args", None) or (None, None, ())
-        if keeps is not None and not writes:
+        if keeps is not None and not writes and not _rows_travel(type(module)):
             key = type(module), getattr(keeps, "func", keeps), repr(getattr(keeps, "args", ()))
             if key not in made:
                 made[key] = _repeating(type(module), functools.partial(contexts.func, keeps, None, ()), backend)
@@ -220,7 +221,19 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     Raises:
         RuntimeProgramError: (the function that is returned) it can't be.
     """
-    return _said(torch.compile(module.forward, fullgraph=True, backend=backend), type(module))
+    compiled = torch.compile(module.forward, fullgraph=True, backend=backend, options=_in_order(type(module), backend))
+    return _said(compiled, type(module))
+
+
+def _in_order(kind: type[nn.Module], backend: str) -> dict[str, Any] | None:
+    """Return what keeps operators where they stand, if rows travel meanwhile: inductor would move them after the wait."""
+    return {"reorder_for_locality": False} if backend == "inductor" and _rows_travel(kind) else None
+
+
+def _rows_travel(kind: type[nn.Module]) -> bool:
+    """Whether blocks of a file have rows on their way to experts while something else runs."""
+    names = (vars(sys.modules[each.__module__]) for each in kind.__mro__)  # FSDP2 makes classes of its own
+    return any("start_send" in each or "start_return" in each for each in names)
 
 
 def _said(compiled: Callable[..., Any], kind: type[nn.Module]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Programs with ``expert_room``: a batch is computed without a wait in each layer, and again with one if rows had no room.
 
-collectives.note_lacking(flag) ──► forward and backward ──► the flag's maximum over all ranks, read once
+expert_rows.note_lacking(flag) ──► forward and backward ──► the flag's maximum over all ranks, read once
                                                               0: that is the batch
                                                               1: buffers as before, gradients dropped, note_lacking(None), once more
 """
@@ -35,9 +35,9 @@ class ExpertRoom:
         self._room, self._stages = program.expert_room, stages
         self._lacking: Tensor | None = None
         if program.expert_room is not None:
-            self._collectives: Any = importlib.import_module(f"{package}.collectives")
+            self._expert_rows: Any = importlib.import_module(f"{package}.expert_rows")
             self._lacking = torch.zeros((), dtype=torch.int32, device=device)
-            self._collectives.note_lacking(self._lacking)
+            self._expert_rows.note_lacking(self._lacking)
 
     def run(self, compute: Callable[[], T], forget: Callable[[], None]) -> T:
         """Compute a batch, and once more with room for all rows if a rank had too little; a collective call, which waits for the device.
@@ -76,8 +76,8 @@ class ExpertRoom:
         if self._lacking is None:
             yield
             return
-        self._collectives.note_lacking(None)
+        self._expert_rows.note_lacking(None)
         try:
             yield
         finally:
-            self._collectives.note_lacking(self._lacking)
+            self._expert_rows.note_lacking(self._lacking)

@@ -141,8 +141,8 @@ def bind_collectives(program: Manifest, package: str, groups: Groups) -> None:
         with _no_bytecode():
             collectives = importlib.import_module(f"{package}.collectives")
         collectives.bind({axis: groups[axis] for axis in AXES}, groups.device.type in ROUND_APART)
-        if lone_group.is_alone():
-            lone_group.spread_rows(collectives)
+        if lone_group.is_alone() and (program.folder / "expert_rows.py").is_file():
+            lone_group.spread_rows(importlib.import_module(f"{package}.expert_rows"))
 
 
 def build_stage(package: str, stage: StageInterface, device: torch.device, train: bool) -> nn.Module:

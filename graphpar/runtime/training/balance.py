@@ -2,7 +2,7 @@
 
     exchange_of, rank_ends ──rows of each expert, once a layer and microbatch──► Balance ──end_step──► [layers, experts], on the device
 
-A program says where it divides rows by expert (``collectives.counters``); nothing is computed that it had not, but the sums here, and
+A program says where it divides rows by expert (``expert_rows.counters``); nothing is computed that it had not, but the sums here, and
 nothing waits for the device before the step's loss is read. Where rows are sent (``dp_expert``) ranks know those of their own experts,
 and tell each other once a step, also those of another axis that divides the experts first. What a backward computes again is not counted.
 """
@@ -53,7 +53,7 @@ class Balance:
         self._groups = groups
         self._rows: dict[str, list[Tensor]] = {}  # by axis
         self._before: dict[str, int] = {}
-        module = sys.modules.get(f"{package}.collectives")
+        module = sys.modules.get(f"{package}.expert_rows")
         self._counters: list[Any] = [] if module is None else module.counters
         self._counters.append(self._count)
 

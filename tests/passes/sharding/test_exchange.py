@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import graphpar as gp
 from graphpar.cost_models.work import Phase
 from graphpar.cost_models.workload import Works
-from graphpar.emitted import collectives
+from graphpar.emitted import expert_rows
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.sharding.check_exchange import check_exchange
@@ -270,7 +270,7 @@ def _planted(local: Program, change: str) -> Program:
             product.kwargs = product.kwargs | {"offs": ends.args[0].args[0]}  # type: ignore[union-attr]
     elif change == "rows travel twice":
         with graph.inserting_after(sent):
-            twice = graph.call_function(collectives.send_rows, sent.args)
+            twice = graph.call_function(expert_rows.send_rows, sent.args)
         sent.replace_all_uses_with(twice)
         twice.args = (sent, *sent.args[1:])
     return local.with_graph(local.graph, blocks={name: replace(block, graph=graph)})
@@ -290,8 +290,8 @@ def test_rows_that_are_elsewhere_are_found(change: str) -> None:
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("collectives.py", "torch.empty_like(x).index_copy(0, exchange.order, x)", "x"),
-        ("collectives.py", "lambda g: _returned(g, axis, exchange)", "lambda g: _returned(g.flip(0), axis, exchange)"),
+        ("expert_rows.py", "torch.empty_like(x).index_copy(0, exchange.order, x)", "x"),
+        ("expert_rows.py", "lambda g: _returned(g, axis, exchange)", "lambda g: _returned(g.flip(0), axis, exchange)"),
         ("plan.json", '"dp_expert": "S(0)"', '"dp_expert": "R"'),
     ],
     ids=["an order that is not undone", "gradients of other rows", "experts that are summed over ranks"],

@@ -15,7 +15,7 @@ import graphpar as gp
 from graphpar.annotations.values import allows
 from graphpar.cli.main import main
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, expert_rows
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.operators.spelling import Expression
@@ -79,7 +79,7 @@ def test_ranks_have_the_rows_of_their_experts_and_their_gradients_add_up(ranks: 
     pieces, gradients = [], []
     for rank in ranks:
         _be(rank, len(ranks))
-        piece = collectives.expert_rows(x, "ep", collectives.rank_ends(offs, "ep"))
+        piece = expert_rows.expert_rows(x, "ep", expert_rows.rank_ends(offs, "ep"))
         begin = sum(len(piece) for piece in pieces)
         gradients += torch.autograd.grad(piece, x, upstream[begin : begin + len(piece)])
         pieces.append(piece)
@@ -100,8 +100,8 @@ def test_rows_of_all_ranks_are_a_sum_whose_gradient_each_rank_takes_its_rows_of(
     terms, gradients = [], []
     for rank in ranks:
         _be(rank, len(ranks))
-        own = collectives.expert_rows(x, "ep", collectives.rank_ends(offs, "ep")).detach().requires_grad_()
-        terms.append(collectives.expert_sums(own, "ep", collectives.rank_ends(offs, "ep")))
+        own = expert_rows.expert_rows(x, "ep", expert_rows.rank_ends(offs, "ep")).detach().requires_grad_()
+        terms.append(expert_rows.expert_sums(own, "ep", expert_rows.rank_ends(offs, "ep")))
         gradients += torch.autograd.grad(terms[-1], own, upstream)
 
     assert torch.equal(torch.stack(terms).sum(0), x)
@@ -117,8 +117,8 @@ def test_products_of_own_rows_are_the_rows_of_the_product(ranks: list[int], ends
     for rank in ranks:
         _be(rank, len(ranks))
         own = weight.chunk(len(ranks))[rank]
-        rows = collectives.expert_rows(x, "ep", collectives.rank_ends(offs, "ep"))
-        found.append(F.grouped_mm(rows, own, offs=collectives.own_offsets(offs, "ep")))
+        rows = expert_rows.expert_rows(x, "ep", expert_rows.rank_ends(offs, "ep"))
+        found.append(F.grouped_mm(rows, own, offs=expert_rows.own_offsets(offs, "ep")))
 
     torch.testing.assert_close(torch.cat(found), F.grouped_mm(x, weight, offs=offs))
 
@@ -130,10 +130,10 @@ def test_experts_without_rows_have_gradients_of_zeros(ranks: list[int]) -> None:
         _be(rank, len(ranks))
         x = torch.randn(10, 8, requires_grad=True)
         own = torch.randn(4 // len(ranks), 8, 4, requires_grad=True)
-        ends = collectives.rank_ends(offs, "ep")
-        rows = collectives.expert_rows(x, "ep", ends)
-        y = F.grouped_mm(rows, own, offs=collectives.own_offsets(offs, "ep"))
-        collectives.expert_sums(y, "ep", ends).backward(torch.randn(10, 4))
+        ends = expert_rows.rank_ends(offs, "ep")
+        rows = expert_rows.expert_rows(x, "ep", ends)
+        y = F.grouped_mm(rows, own, offs=expert_rows.own_offsets(offs, "ep"))
+        expert_rows.expert_sums(y, "ep", ends).backward(torch.randn(10, 4))
 
         assert len(rows) == 0
         assert own.grad is not None and not own.grad.any()
@@ -145,7 +145,7 @@ def test_a_row_without_an_expert_is_an_error(ranks: list[int]) -> None:
     _be(0, 2)
 
     with pytest.raises(RuntimeError, match="every row must be one of an expert"):
-        collectives.expert_rows(torch.ones(11, 3), "ep", [3, 10])
+        expert_rows.expert_rows(torch.ones(11, 3), "ep", [3, 10])
 
 
 def test_the_type_reads_as_it_prints() -> None:
@@ -325,10 +325,10 @@ def test_dense_experts_are_cut_and_exact() -> None:
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_torch_compile_takes_rows_of_experts_whole_and_once(ranks: list[int]) -> None:
     def step(x: Tensor, weight: Tensor, offs: Tensor, index: Tensor, gates: Tensor) -> Tensor:
-        ends = collectives.rank_ends(offs, "ep")
-        rows = x[collectives.expert_rows(index, "ep", ends) // 2]
-        y = F.silu(F.grouped_mm(rows, weight, offs=collectives.own_offsets(offs, "ep")))
-        return collectives.expert_sums(y, "ep", ends) * gates
+        ends = expert_rows.rank_ends(offs, "ep")
+        rows = x[expert_rows.expert_rows(index, "ep", ends) // 2]
+        y = F.silu(F.grouped_mm(rows, weight, offs=expert_rows.own_offsets(offs, "ep")))
+        return expert_rows.expert_sums(y, "ep", ends) * gates
 
     _be(1, 2)
     torch._dynamo.reset()
