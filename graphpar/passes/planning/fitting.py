@@ -95,7 +95,8 @@ class Fitting:
         return best
 
     def _other_choices(self, priced: Priced) -> list[tuple[int, ...]]:
-        """Return choices that may be faster and fit, those that take the fewest seconds of a microbatch first.
+        """Return choices that may be faster and fit: first those that fit by the savings of single units, and of these those that take the
+        fewest seconds of a microbatch.
 
         A unit or two of one rank, or all that are alike, recompute otherwise. They take fewer seconds than ``priced``, but where stages
         that recompute nothing split their backward.
@@ -104,9 +105,10 @@ class Fitting:
         pricing, savings, now = self.prices.known(candidate), self.prices.savings(candidate), priced.choices
         most = math.inf if get_schedule(candidate.schedule).splits_backward else 0.0
         missing = self.prices.missing(self.prices.mixed(candidate, now), layout)
-        found: dict[tuple[int, ...], float] = {}
+        found: dict[tuple[int, ...], tuple[bool, float]] = {}
         for own, spare in zip(self.prices.alive_by_rank(candidate, pricing, layout), missing):
-            kinds = len(savings.more)
+            kinds, before = len(savings.more), {unit: now[unit] for unit in own}
+            on_top = savings.most_on_top(before)
             mixes = (mix for units in self._alike(savings, own) for mix in _mixes(units, kinds))
             for changed in itertools.chain(_changes(now, self._different(savings, own, now), kinds), mixes):
                 more = sum(savings.more[kind, unit] - savings.more[now[unit], unit] for unit, kind in changed.items())
@@ -114,11 +116,12 @@ class Fitting:
                     own[unit] * (savings.saved[now[unit], unit] - savings.saved[kind, unit])
                     for unit, kind in changed.items()
                 )
+                less += savings.most_on_top({**before, **changed}) - on_top
                 if more < most and less + spare <= _NEARLY * self.prices.cluster.room_bytes:
                     choices = self._agreed(
                         candidate, pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)]
                     )
-                    found[choices] = more
+                    found[choices] = less + spare > 0, more
         return sorted(found, key=lambda each: (found[each], each))
 
     @staticmethod
@@ -246,7 +249,7 @@ def _changes(choices: Sequence[int], units: Sequence[int], kinds: int) -> Iterat
     """Yield other kinds of one of ``units`` that recomputes, alone and with another one."""
     for unit in (unit for unit in units if choices[unit]):
         yield from ({unit: kind} for kind in range(kinds) if kind != choices[unit])
-        for other in (other for other in units if choices[other] != choices[unit]):
+        for other in (other for other in units if other != unit):
             yield from ({unit: kind, other: second} for kind in range(kinds) for second in range(kinds))
 
 

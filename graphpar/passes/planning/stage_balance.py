@@ -85,6 +85,10 @@ class UnitSavings:
         """Return the bytes that units need on top of what is kept, with the kinds that need the least."""
         return max(map(self._least_on_top.__getitem__, units))
 
+    def most_on_top(self, choices: Mapping[int, int]) -> float:
+        """Return the bytes that units, each with its kind, need on top of what is kept."""
+        return max(float(self._on_top[kind, unit]) for unit, kind in choices.items())
+
     @cached_property
     def _on_top(self) -> Array:
         """For each kind and unit, the bytes that it needs on top of what is kept."""
