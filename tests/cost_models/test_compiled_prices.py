@@ -92,7 +92,7 @@ def test_bytes_of_a_compiled_llama_block_are_those_by_hand() -> None:
 
 def outside_of_blocks(works: Works, program: gp.Program) -> Work:
     """The work of the root alone."""
-    works._blocks = dict.fromkeys(((name, False) for name in program.blocks), Work())
+    works._blocks = dict.fromkeys(((name, False, False) for name in program.blocks), Work())
     return works.of(program.graph)
 
 

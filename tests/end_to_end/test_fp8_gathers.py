@@ -159,7 +159,8 @@ def test_a_program_without_a_backward_is_priced_in_8_bits() -> None:
         sent.append(_sent(program, plan))
         parts = gp.partition(program, plan)
         assert ("all_gather_rounded(" in parts.files["blocks.py"]) == ("fp8" in options)
-        assert verify_all([parts])[0].ok
+        result = verify_all([parts])[0]
+        assert result.ok, vars(result)
     assert sent[1] - sent[0] == 2 * 8 * 2 * 16 * (2 * 64 - 64 - 4)
 
 

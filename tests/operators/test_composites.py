@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import graphpar
-from graphpar.emitted import parallel_products
+from graphpar.emitted import fp8_gathers, parallel_products
 from graphpar.operators.composite import Sample
 from graphpar.operators.prove import Call, prove
 from graphpar.operators.rules import placements
@@ -37,8 +37,8 @@ def test_all_are_tried() -> None:
 
     assert {*LOCAL, *ON_SHARDS, *composed} == {*COMPOSITES}
     assert all(composite.samples for composite in COMPOSITES.values())
-    assert all(hasattr(parallel_products, name) for name in composed)
-    assert product_problems(parallel_products, {"tp": 2}) == []
+    assert all(any(hasattr(module, name) for module in (parallel_products, fp8_gathers)) for name in composed)
+    assert product_problems(parallel_products, {"tp": 2}) == product_problems(fp8_gathers, {"tp": 2}) == []
 
 
 @pytest.mark.parametrize("name", LOCAL)
