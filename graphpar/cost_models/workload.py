@@ -152,8 +152,6 @@ class Works:
             walk = _Walk(self, node.graph, scope, ())
             made = [product for other in others for product in walk.products(other)]
             forward = tuple(product for product in made if product.phase is Phase.FORWARD)
-            if self.compiled:  # inductor keeps the order of the forward alone
-                return forward, ()
             return forward, tuple(product for product in made if product.phase is not Phase.FORWARD)
         joined = joined_with(node)
         if joined is None or not (joined.ring or node.target in ENTERING):

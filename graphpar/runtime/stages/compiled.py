@@ -212,7 +212,10 @@ def _repeating(kind: type[nn.Module], contexts: Callable[[], Any], backend: str)
         )
 
     compiles: Any = torch.compile  # whose types don't know the option
-    return _said(compiles(run, fullgraph=True, backend=backend, isolate_recompiles=True), kind)
+    return _said(
+        compiles(run, fullgraph=True, backend=backend, isolate_recompiles=True, options=_overlapping(kind, backend)),
+        kind,
+    )
 
 
 def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
@@ -221,13 +224,20 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     Raises:
         RuntimeProgramError: (the function that is returned) it can't be.
     """
-    compiled = torch.compile(module.forward, fullgraph=True, backend=backend, options=_in_order(type(module), backend))
+    compiled = torch.compile(
+        module.forward, fullgraph=True, backend=backend, options=_overlapping(type(module), backend)
+    )
     return _said(compiled, type(module))
 
 
-def _in_order(kind: type[nn.Module], backend: str) -> dict[str, Any] | None:
-    """Return what keeps operators where they stand, if rows travel meanwhile: inductor would move them after the wait."""
-    return {"reorder_for_locality": False} if backend == "inductor" and _rows_travel(kind) else None
+def _overlapping(kind: type[nn.Module], backend: str) -> dict[str, Any] | None:
+    """Return what keeps products between the start of a collective and its wait, where a program has collectives: left alone, inductor
+    waits at once in the backward."""
+    sends = any(f"{each.__module__.rpartition('.')[0]}.collectives" in sys.modules for each in kind.__mro__)
+    if backend != "inductor" or not sends:
+        return None
+    passes = _KEEPING_ORDER if _rows_travel(kind) else _AS_SOON_AS_CAN_BE
+    return {**_OVERLAP, "reorder_for_compute_comm_overlap_passes": list(passes)}
 
 
 def _rows_travel(kind: type[nn.Module]) -> bool:
@@ -267,6 +277,12 @@ def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
 
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_OVERLAP = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": True}
+"""Options of inductor."""
+_KEEPING_ORDER = ("sink_waits_iterative", "reorder_communication_preserving_peak_memory")
+"""Its passes that move collectives and waits alone: products that stand between the two stay there."""
+_AS_SOON_AS_CAN_BE = ("sink_waits", "raise_comms")
+"""Those by which collectives begin as soon, and are waited for as late, as they can be."""
 ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
 _PLAIN: dict[tuple[str, str], Callable[..., Tensor]] = {}
 """The emitted ``keep_mask`` and ``random_bits`` of each ``random_streams``, by the module's and its own name."""
