@@ -138,11 +138,11 @@ def test_the_report_says_how_often_rows_travel_beside_products() -> None:
     )
 
 
-def test_compiled_blocks_keep_the_order_of_their_forward_alone() -> None:
+def test_compiled_blocks_overlap_forwards_and_backwards() -> None:
     program, cluster = traced(), Cluster.of(DEVICES["A100-SXM-80GB"], 1, 2)
     plan = gp.plan(program, mesh={"dp_expert": 2})
     execution = replace(pricing_of(program, plan, cluster)[0].execution, travelling=True, compiled=True)
     rows = [row for unit in pricing_of(program, plan, cluster, execution)[0].units for row in unit.kind.work.rows]
     moves = [row for row in rows if isinstance(row, Collective) and row.kind == "all-to-all"]
 
-    assert {(row.phase, bool(row.beside)) for row in moves} == {(Phase.FORWARD, True), (Phase.INPUT, False)}
+    assert {(row.phase, bool(row.beside)) for row in moves} == {(Phase.FORWARD, True), (Phase.INPUT, True)}
