@@ -121,8 +121,7 @@ class Works:
         beside = self._beside(node, scope)
         if self.sends_rounded(node, shards):
             rows = product_of(sizes_of(node)[:-1])
-            for each in (elements_of(node), SCALE_BYTES * rows):
-                yield Collective(Phase.FORWARD, axis, "all-gather", each)
+            yield Collective(Phase.FORWARD, axis, "all-gather", elements_of(node) + SCALE_BYTES * rows)
         elif row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):

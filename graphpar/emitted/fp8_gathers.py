@@ -1,6 +1,6 @@
 """Gathers of rows that products round to 8 bits (``fp8.py``): rows are rounded first, and sent in 8 bits with scales.
 
-    shard [.., n, .., d]  ──►  rows in 8 bits, scales [.., n, .., 1]  ──gather──►  whole [.., n * k, .., d]
+    shard [.., n, .., d]  ──►  rows in 8 bits, scales behind them [.., n, .., d + 4]  ──gather──►  whole [.., n * k, .., d]
 
 A row has its scale by itself, and rounding it again changes nothing, so products have the same numbers as of rows that
 were gathered first. A gradient of a weight reads rows that are not rounded. So a whole that is kept for the backward is
@@ -17,10 +17,7 @@ from torch import Tensor
 from graphpar.emitted.collectives import (
     _apply,
     _axes,
-    _done,
     _gather,
-    _joined,
-    _operators,
     _sum_piece,
     _watched,
     all_gather,
@@ -39,10 +36,9 @@ def all_gather_rounded(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()
 
 
 def _in_8_bits(x: Tensor, axis: str, dim: int, parts: Sequence[int], size: int | None) -> Tensor:
-    """Gather rounded rows; in the dtype of ``x`` they are exact."""
-    group, count, _ = _axes[axis]
+    """Gather rounded rows, each with its scale behind it; in the dtype of ``x`` they are exact."""
     rows, scale = _rounded(x.reshape(-1, x.size(-1)))
-    pieces = [each.view(1, *x.shape[:-1], each.size(-1)) for each in (rows.view(torch.uint8), scale)]
-    sent = [_operators.all_gather_into_tensor(each, count, group) for each in pieces]  # both are on their way
-    rows, scale = (_joined(_done(each), dim, parts, size) for each in sent)
+    sent = torch.cat([rows.view(torch.uint8), scale.view(torch.uint8)], 1).view(*x.shape[:-1], -1)
+    rows, scales = _gather(sent, axis, dim, parts, size).tensor_split([x.size(-1)], -1)
+    scale = scales.contiguous().view(scale.dtype)
     return (rows.view(FP8).to(scale.dtype) * scale).to(x.dtype)
