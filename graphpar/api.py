@@ -342,7 +342,7 @@ def what_if(
     found = plan.found if isinstance(plan, Planned) else None
     if found is None or found.kept is None:
         raise GraphparError(
-            "no search kept other plans beside this one: give graphpar.plan a cluster, and leave something open."
+            "no search kept other plans than this one: give graphpar.plan a cluster, and leave something open."
         )
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
     change = Change(hardware, network, devices, global_batch, microbatch_size, memory_headroom, dict(mesh or {}))

@@ -45,7 +45,7 @@ def _kept(path: Path, plan: Plan) -> KeptPlans:
     file = path.parent / KEPT_PLANS
     if path.name != "plan.json" or not file.is_file():
         raise GraphparError(
-            f"There is no {KEPT_PLANS} beside {path}: a search writes it into the folder of its program, as `graphpar compile MODEL "
+            f"There is no {KEPT_PLANS} next to {path}: a search writes it into the folder of its program, as `graphpar compile MODEL "
             "--devices N` does."
         )
     with reading_report(file):
@@ -110,12 +110,12 @@ def _show(console: Console, answer: Answer, change: Change) -> None:
     console.print(table)
     lines = [""]
     if answer.same is None:
-        lines.append(" The plan itself can't have this batch on so many devices.")
+        lines.append(" The plan itself can't have this batch on this number of devices.")
     lines += [f" {_against(plan, answer, heading)}" for heading, plan in now.items() if plan is not None]
     if answer.best is None:
         lines.append(" None of the kept plans fits.")
     lines.append(
-        " Placements and stages are as they were found; `graphpar compile` for these conditions searches all plans."
+        " Placements and stages are those that the search found; `graphpar compile` for these conditions searches all plans."
     )
     print_wrapped(console, lines)
 

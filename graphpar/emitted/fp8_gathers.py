@@ -1,6 +1,6 @@
 """Gathers of rows that products round to 8 bits (``fp8.py``): rows are rounded first, and sent in 8 bits with scales.
 
-    shard [.., n, .., d]  ──►  rows in 8 bits, scales behind them [.., n, .., d + 4]  ──gather──►  whole [.., n * k, .., d]
+    shard [.., n, .., d]  ──►  rows in 8 bits, scales behind them  ──gather──►  whole [.., n * k, .., d]
 
 A row has its scale by itself, and rounding it again changes nothing, so products have the same numbers as of rows that
 were gathered first. A gradient of a weight reads rows that are not rounded. So a whole that is kept for the backward is

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ def _difference(
         draw, leaves = _draw(2, rank), [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         return results, list(torch.autograd.grad(results, leaves, [draw(*result.shape) for result in results]))
 
-    modules = [module, collectives, sys.modules[module._done.__module__]]
+    sources = {each.__module__ for each in vars(module).values() if isinstance(each, FunctionType)}
+    modules = [module, collectives, *(sys.modules[name] for name in sorted(sources) if name in sys.modules)]
     expected = on_ranks(functools.partial(made, parts), count, modules)
     try:
         found = on_ranks(functools.partial(made, function), count, modules, _PATIENCE_S)
