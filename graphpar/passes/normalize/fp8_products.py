@@ -1,6 +1,6 @@
 """``round_products``: linear layers that are chosen multiply in 8 bits.
 
-    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias
+    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias        or mxfp8_linear, as the recipe says
 
 The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
 three kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied; routers, whose results choose
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from graphpar.emitted.fp8 import fp8_linear
+from graphpar.emitted.fp8 import fp8_linear, mxfp8_linear
 from graphpar.errors import OptionError, near_match
+from graphpar.ir.precision import MXFP8
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.parameter_casts import weight_of
 from graphpar.operators.reduce import chooses
@@ -51,8 +52,9 @@ def round_products(program: Program) -> Program:
             f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers and adapters, and other products don't round; "
             "leave it out."
         )
+    function = mxfp8_linear if program.source.precision.fp8_recipe == MXFP8 else fp8_linear
     for node in rounded:
-        _round(graph, node)
+        _round(graph, node, function)
     return program.with_graph(graph)
 
 
@@ -99,9 +101,8 @@ def _following(product: fx.Node) -> Iterator[fx.Node]:
             left += node.users
 
 
-def _round(graph: fx.Graph, node: fx.Node) -> None:
+def _round(graph: fx.Graph, node: fx.Node, function: Callable[..., object]) -> None:
     x, weight, *bias = node.args
-    function: Callable[..., object] = fp8_linear
     with graph.inserting_before(node):
         made = infer(graph.call_function(function, (x, weight)), node, same=True)  # type: ignore[arg-type]
         if bias and bias[0] is not None:
