@@ -171,7 +171,10 @@ def test_verify_finds_rounded_rows_in_gradients_of_weights() -> None:
         gp.partition(program, gp.plan(program, mesh={"tp": 2}, sp=True, recompute="gathers")) for _ in range(2)
     )
     text = (bad.folder / "fp8_gathers.py").read_text()
-    wrong = text.replace("_watched(x, result, lambda x: _gather(", "_watched(x, result, lambda x: _in_8_bits(")
+    wrong = text.replace(
+        "_watched(x, result, lambda x: _gather(x, axis, dim, parts, size))",
+        "_watched(x, result, lambda x: _in_8_bits(x, axis, dim, parts, size, block))",
+    )
     assert wrong != text
     (bad.folder / "fp8_gathers.py").write_text(wrong)
     results = verify_all([good, bad])
