@@ -133,8 +133,6 @@ class Works:
 
     def gathers_again(self, node: fx.Node, scope: str) -> list[Collective]:
         """Return the gathers of a node that keeps shards, in the backward: beside the products of the gradient of what it gathered."""
-        if not node.kwargs.get("for_weights", True):
-            return []
         joined, beside = joined_with(node), tuple[Product, ...]()
         # Pieces wait for what was gathered before they begin, as what is copied into order does.
         waits = joined is not None and (joined.ring or (joined.in_order and bool(node.kwargs["dim"])))

@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.cost_models.work import Collective, Phase, Product
+from graphpar.cost_models.workload import Works
 from graphpar.emitted import fp8
 from graphpar.errors import GraphparError
+from graphpar.passes.planning.planned import sharded_as
 from graphpar.runtime.layout import coordinates, local_shard
 from graphpar.runtime.manifest import load_manifest
 from graphpar.verification import reference_for, verify_all
@@ -420,3 +423,24 @@ def test_inference() -> None:
 
     assert "all_gather_rounded(" in parts.files["blocks.py"] and "with_gw_hp" not in parts.files["blocks.py"]
     assert verify_all([parts])[0].ok
+
+
+def test_prices_have_the_products_and_the_bytes_that_run() -> None:
+    for options, pins, itemsizes, sent in (
+        ({}, {"recompute": "gathers"}, {1}, 1 + 2 / 32),
+        ({"recipe": "rowwise"}, {"recompute": "gathers"}, {2}, 1 + 2 / WIDTH),
+        ({"tokens": 40}, {"recompute": "gathers"}, {2}, 1 + 2 / 32),
+        ({}, {}, {1}, 2),
+        ({"frozen": True}, {}, {1}, 1 + 2 / 32),
+    ):
+        program = _program(**options)  # type: ignore[arg-type]
+        plan = gp.plan(program, mesh={"tp": 2}, sp=True, **pins)
+        local = sharded_as(program, plan).local
+        (block,) = local.blocks.values()
+        rows = Works(local, {"tp": 2}).block(block, shards=bool(pins)).rows
+        products = [row for row in rows if isinstance(row, Product)]
+        assert {row.itemsize for row in products if row.phase is not Phase.WEIGHT} == {1}
+        assert {row.itemsize for row in products if row.phase is Phase.WEIGHT} == itemsizes
+        gathers = [row for row in rows if isinstance(row, Collective) and row.kind == "all-gather"]
+        nbytes = sum(rows[row] * row.nbytes.at(1) for row in gathers if row.phase is Phase.FORWARD)
+        assert nbytes == sent * options.get("tokens", TOKENS) * WIDTH
