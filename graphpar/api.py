@@ -101,8 +101,8 @@ def export(
             stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
         fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits, with ``dtype="bf16"``: ``"**"`` for all but the head,
             routers and adapters, which take part by their own paths.
-        fp8_recipe: how they do: ``"rowwise"`` (the default), a scale of each row, or ``"mxfp8"``, a scale of each 32 values, and gradients
-            of weights in 8 bits, too.
+        fp8_recipe: how they do: ``"rowwise"`` (the default), a scale of each row, or ``"mxfp8"``, a scale of each 32
+            values, and gradients of weights in 8 bits, too.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
             the example that is as long as its sequence varies. Of a model that is another one at other lengths a list,
             ``"128,512,4096"``: each is traced. By default a program takes the example's length alone.

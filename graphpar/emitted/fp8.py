@@ -5,10 +5,11 @@
     gradient of x       =  g @ weight      a row of g, a column of weight  32 values of these
     gradient of weight  =  g.T @ x         none: in the dtype of x         32 tokens of a column of g, of x
 
-mxfp8_linear_with_gw_hp has a gradient of the weight as that of fp8_linear. A scale is a power of two, the least by which
-the largest of its values fits into 8 bits (torchao's RCEIL), so it rounds nothing itself. Where the ranks of an axis
-divide what is summed, each scales the shards that it multiplies, and no scale is sent. On CUDA the products run on the
-units for 8 bits, and those of blocks from compute capability 10 on; elsewhere the same rounded numbers are multiplied.
+mxfp8_linear_with_gw_hp has a gradient of the weight as that of fp8_linear. A scale is a power of two, the least by
+which the largest of its values fits into 8 bits (torchao's RCEIL), so it rounds nothing itself. Where the ranks of an
+axis divide what is summed, each scales the shards that it multiplies, and no scale is sent. On CUDA the products run
+on the units for 8 bits, and those of blocks from compute capability 10 on; elsewhere the same rounded numbers are
+multiplied.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, block: int) -> Tensor:
-    """a [m, k], b [n, k] -> a @ b.T [m, n], both rounded; every ``block`` values of k have a scale, or all of them (0)"""
+    """a [m, k], b [n, k] -> a @ b.T [m, n], both rounded; every ``block`` values of k have a scale, or all (0)"""
     if a.is_cuda and a.dtype is torch.bfloat16 and (not block or _scales_blocks(a.device)):
         return _product_of_whole(a, b, block)
     wide = a.dtype if a.is_cuda or a.dtype is torch.float64 else torch.float32
@@ -87,8 +88,8 @@ def _product_of_whole(a: Tensor, b: Tensor, block: int) -> Tensor:
 
 
 def _rounded(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return ``x`` in 8 bits, and what each of its blocks is to be multiplied by: [m, k] -> [m, blocks, block] in order,
-    the last filled up with zeros, [m, blocks, 1]
+    """Return ``x`` in 8 bits, and what each of its blocks is to be multiplied by: [m, k] -> [m, blocks, block] in
+    order, the last filled up with zeros, [m, blocks, 1]
 
     A block that is not finite has no such scale, and gives nan.
     """
@@ -107,8 +108,8 @@ def _values(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def _in_tiles(scale: Tensor) -> Tensor:
-    """Return scales [m, blocks, 1] as cuBLAS reads those of blocks: tiles of 128 rows and 4 blocks, in each of which the
-    rows 0, 32, 64 and 96 begin, then 1, 33, .. (docs.nvidia.com/cuda/cublas: 1D block scaling factors layout).
+    """Return scales [m, blocks, 1] as cuBLAS reads those of blocks: tiles of 128 rows and 4 blocks, in each of which
+    the rows 0, 32, 64 and 96 begin, then 1, 33, .. (docs.nvidia.com/cuda/cublas: 1D block scaling factors layout).
 
     A byte has the exponent of a scale in 32 bits, as e8m0 does: + 127, and 255 of what is not finite."""
     exponents = (scale.squeeze(2).view(torch.int32) >> 23 & 255).to(torch.uint8)

@@ -56,7 +56,8 @@ class Precision:
         eight = () if fp8 is None else PATTERNS.check("fp8", fp8)
         if fp8_recipe is not None and fp8_recipe not in FP8_RECIPES:
             raise GraphparError(
-                f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(FP8_RECIPES)}.{near_match(str(fp8_recipe), FP8_RECIPES)}"
+                f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(FP8_RECIPES)}."
+                f"{near_match(str(fp8_recipe), FP8_RECIPES)}"
             )
         if fp8_recipe and not eight:
             raise GraphparError("fp8_recipe says how the layers of fp8 multiply; give fp8 with it.")

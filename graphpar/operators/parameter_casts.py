@@ -94,8 +94,8 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) -> dict[str, tuple[str, ...]]:
-    """Return the weights of products that round their operands, each with the recipe, and how it is divided where it is multiplied:
-    ``mxfp8``, ``tp S(0)``.
+    """Return the weights of products that round their operands, each with the recipe, and how it is divided where it is
+    multiplied: ``mxfp8``, ``tp S(0)``.
 
     Args:
         stored: the types of parameters by axis, as ranks store them.
@@ -115,15 +115,15 @@ def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) 
                     divided = _divided(node, stored.get(each, {}), steps)
                     if each in found and found[each][1:] != divided:
                         raise GraphparError(
-                            f"fp8: {each} is divided in two ways where it is multiplied; pin one placement of it, or leave its "
-                            "layer out of fp8."
+                            f"fp8: {each} is divided in two ways where it is multiplied; pin one placement of it, or "
+                            "leave its layer out of fp8."
                         )
                     found[each] = (rounding.recipe, *divided)  # that of training, which evaluation does not know
     return found
 
 
 def weight_names(program: Program, scope: str, product: fx.Node) -> set[str]:
-    """Return all names of the weight of a product, in each instance of its block ``scope``; none where it is computed."""
+    """Return all names of a product's weight, in each instance of its block ``scope``; none where it is computed."""
     name, _ = weight_of(product)
     return {each for prefix in program.prefixes(scope) for each in program.tie_of(f"{prefix}{name}")} if name else set()
 

@@ -67,8 +67,8 @@ class Reads(Enum):
 
 
 class Rounding(NamedTuple):
-    """How a product rounds its operands to 8 bits: by which ``recipe``, ``block`` values of what is summed with a scale (0: all of them),
-    and whether it does so for the gradient of its second operand, too."""
+    """How a product rounds its operands to 8 bits: by which ``recipe``, ``block`` values of what is summed with a scale
+    (0: all of them), and whether it does so for the gradient of its second operand, too."""
 
     recipe: str
     block: int = 0

@@ -16,7 +16,8 @@ Recompute = str | Mapping[str, str]
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 """The dtypes in which a program computes, stores parameters and sums gradients."""
 FP8_RECIPES = ("rowwise", "mxfp8")
-"""torchao's ``rowwise_with_gw_hp``, a scale of each row and gradients of weights in bf16; and its ``mxfp8``, a scale of each 32 values."""
+"""torchao's ``rowwise_with_gw_hp``, a scale of each row and gradients of weights in bf16; and its ``mxfp8``, a scale of each
+32 values."""
 DROPOUTS = ("exact", "kernel")
 """How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
 OFFLOADS = ("optimizer", "activations", "params")

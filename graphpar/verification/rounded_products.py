@@ -1,7 +1,7 @@
 """Linear layers of the unpartitioned model in 8 bits: each part of what is summed has the scales of the rank that multiplies it.
 
-Scales are of a row of such a part, or of 32 of its values; where gradients of weights are rounded, of 32 tokens of the global batch, as a
-program rounds them only where these are of one sequence and one rank.
+Scales are of a row of such a part, or of 32 of its values; where gradients of weights are rounded, of 32 tokens of the
+global batch, as a program rounds them only where these are of one sequence and one rank.
 
 Written apart from the emitted functions (:mod:`graphpar.emitted.fp8`), so that neither can hide a mistake of the other.
 """
@@ -27,7 +27,8 @@ class RoundedProducts:
 
     Args:
         parameters: the model's, by name.
-        weights: the names of those that are rounded, with the recipe of each and how it is divided: ``tp S(0)``, the outermost first.
+        weights: the names of those that are rounded, with the recipe of each and how it is divided: ``tp S(0)``, the
+            outermost first.
         degrees: of the mesh.
     """
 
@@ -63,14 +64,14 @@ _BLOCKS = {"rowwise": None, "mxfp8": 32, "mxfp8_with_gw_hp": 32}
 
 
 class _Rounded(NamedTuple):
-    """How a layer rounds: ``block`` values at a time, perhaps also for the gradient of its weight, which is ``divided``."""
+    """How a layer rounds: ``block`` values at a time, perhaps for the gradient of its weight, which is ``divided``."""
 
     block: int | None
     of_weight: bool
     divided: Sequence[_Division]
 
     def product(self, a: Tensor, b: Tensor, dim: int | None) -> Tensor:
-        """a [.., k], b [n, k] -> [.., n], of parts of k as the weight's ``dim`` is divided, each with scales of its own."""
+        """a [.., k], b [n, k] -> [.., n], of parts of k as the weight's ``dim`` is divided, each with its own scales."""
         pairs = [(a, b)]
         for each in (each for each in self.divided if each.shard.dim == dim):
             pairs = [

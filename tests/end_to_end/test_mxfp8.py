@@ -1,4 +1,4 @@
-"""Products in 8 bits with a scale for each block of 32 values: against loops written by hand, on meshes, with planted faults."""
+"""Products in 8 bits with a scale for each 32 values: against loops written by hand, on meshes, with planted faults."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def _made(a: Tensor, b: Tensor, block: int) -> Tensor:
 
 
 def _trained_by_hand(block: int, tp: int, pieces: int) -> dict[str, Tensor]:
-    """Gradients of a step in fp64; with ``tp`` what rows of ``down``, and columns of ``up``, sum is divided over ranks."""
+    """Gradients of a step in fp64; what rows of ``down``, and columns of ``up``, sum is divided over ``tp`` ranks."""
     model, total = _Model().double(), dict[str, Tensor]()
     for ids, labels in zip(*(each.chunk(pieces) for each in _batch()), strict=True):
         cast = dict(model.named_parameters())

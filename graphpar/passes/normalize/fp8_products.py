@@ -1,6 +1,6 @@
 """``round_products``: linear layers that are chosen multiply in 8 bits.
 
-    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias        or mxfp8_linear, as the recipe says
+    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias      or mxfp8_linear, as the recipe says
 
 The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
 three kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied; routers, whose results choose

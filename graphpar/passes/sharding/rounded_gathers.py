@@ -3,9 +3,10 @@
     whole = all_gather(x, "tp", dim=1)             whole = all_gather_rounded(x, "tp", dim=1)
     q = fp8_linear(whole, q_proj.weight)           q = fp8_linear(whole, q_proj.weight)
 
-Scales are of features, so that must not be the dim that is gathered, and blocks must divide it. When the function sends 8 bits is said in
-:mod:`graphpar.emitted.fp8_gathers`: gathering 8 bits in the forward and all bits in the backward sends half as much again as one gather
-that is kept, and a fourth less than two. Where all weights are frozen, nothing in the backward reads what is gathered.
+Scales are of features, so that must not be the dim that is gathered, and blocks must divide it. When the function sends
+8 bits is said in :mod:`graphpar.emitted.fp8_gathers`: gathering 8 bits in the forward and all bits in the backward sends
+half as much again as one gather that is kept, and a fourth less than two. Where all weights are frozen, nothing in the
+backward reads what is gathered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""``with_rounded_gradients``: gradients of weights are products in 8 bits only where blocks of tokens do not depend on the mesh.
+"""``with_rounded_gradients``: gradients of weights are products in 8 bits where blocks of tokens don't depend on the mesh.
 
-    x [b, 4096, d], of a rank [b, 2048, d]      mxfp8_linear(x, up.weight)                   blocks of 32 tokens of a sequence
-    x [b, 40, d]; [b, d]                        mxfp8_linear_with_gw_hp(x, up.weight)        the product is in bf16
+    x [b, 4096, d], of a rank [b, 2048, d]      mxfp8_linear(x, up.weight)                 blocks of 32 tokens
+    x [b, 40, d]; [b, d]                        mxfp8_linear_with_gw_hp(x, up.weight)      the product is in bf16
 
-Blocks of other tokens would hold those of several examples, which microbatches and replicas divide, or of a rank's part alone. So rows must
-be tokens of a sequence, and a multiple of a block, on each rank; else all calls of a weight have gradients that are not rounded.
+Blocks of other tokens would hold those of several examples, which microbatches and replicas divide, or of a rank's part
+alone. So rows must be tokens of a sequence, and a multiple of a block, on each rank; else all calls of a weight have
+gradients that are not rounded.
 """
 
 from __future__ import annotations
