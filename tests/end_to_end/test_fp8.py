@@ -95,6 +95,31 @@ def test_adapters_are_left_out() -> None:
     assert list(_weights(program, mesh={"pp": 1})) == ["0.weight"]
 
 
+class _Table(nn.Module):
+    """Rows of a learned table, which all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 16))
+        self.of_table, self.up, self.head = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.up(x + self.of_table(self.table)).tanh()).square().mean()
+
+
+def test_rows_that_all_examples_share_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    program = gp.export(_Table(), (torch.randn(8, 4, 16),), dtype="bf16", fp8="**")
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 1}, microbatch_size=2))
+
+    assert load_manifest(parts.folder).rounded_weights.keys() == {"up.weight"}
+    assert verify_all([parts])[0].ok
+    with pytest.raises(
+        GraphparError, match=r"of_table has no linear layers other than .* rows that all examples share"
+    ):
+        gp.export(_Table(), (torch.randn(8, 4, 16),), dtype="bf16", fp8="of_table")
+
+
 class _Shared(nn.Module):
     """A layer that is called twice, once as the head; one that is also called without gradients; two layers of one weight."""
 
