@@ -31,12 +31,13 @@ _EXPORTS = {
     "plan": "graphpar.api",
     "register_rule": "graphpar.operators.rules",
     "verify": "graphpar.api",
+    "what_if": "graphpar.api",
 }
 
 if TYPE_CHECKING:
     from graphpar.annotations.files import merge_plans
     from graphpar.annotations.lora import lora
-    from graphpar.api import check, estimate, export, partition, plan, verify
+    from graphpar.api import check, estimate, export, partition, plan, verify, what_if
     from graphpar.errors import GraphparError
     from graphpar.hardware.cluster import Cluster
     from graphpar.ir.plan import Plan
@@ -69,6 +70,7 @@ __all__ = [
     "plan",
     "register_rule",
     "verify",
+    "what_if",
 ]
 
 

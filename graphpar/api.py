@@ -24,6 +24,8 @@ from graphpar.codegen.package import emit_package
 from graphpar.codegen.printer import program_text
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.kept_plans import Answer, Change
+from graphpar.cost_models.kept_plans import what_if as priced_again
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
@@ -307,6 +309,47 @@ def printed(
 
         report["warnings"] += tried_optimizer(Parts(done, package.files, report, model_file))
     return Parts(done, package.files | report_files(report, plan), report, model_file)
+
+
+def what_if(
+    plan: Plan,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    network: float | None = None,
+    devices: int | None = None,
+    global_batch: int | None = None,
+    microbatch_size: int | None = None,
+    memory_headroom: float | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> Answer:
+    """Price the best plans that a search kept at other conditions, without searching again.
+
+    Placements of tensors and the boundaries of stages are as they were found; microbatches, replicas and recomputation follow the change.
+
+    Args:
+        plan: of :func:`plan`, where something was searched.
+        cluster: other hardware, of the same kind of device.
+        network: times the bandwidth between nodes, or in the node where there is one.
+        devices: how many there are, of the same cluster otherwise.
+        global_batch: rows of a step.
+        microbatch_size: rows of a microbatch; by default the plan's, half of it, or twice.
+        memory_headroom: the share of a device's memory that plans leave free.
+        mesh: degrees that plans must have.
+
+    Returns:
+        The plan before, the same plan then, and the best then, each with its estimate.
+
+    Raises:
+        GraphparError: nothing was searched for ``plan``, or no kept plan can have the change.
+    """
+    found = plan.found if isinstance(plan, Planned) else None
+    if found is None or found.kept is None:
+        raise GraphparError(
+            "no search kept other plans beside this one: give graphpar.plan a cluster, and leave something open."
+        )
+    hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
+    change = Change(hardware, network, devices, global_batch, microbatch_size, memory_headroom, dict(mesh or {}))
+    return priced_again(found.kept, change)
 
 
 def estimate(

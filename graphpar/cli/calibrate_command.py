@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,12 @@ from graphpar.cost_models.calibrate import Profile, calibrate
 from graphpar.cost_models.fit_device import kind_of, priced, rate, sent
 from graphpar.cost_models.measure import Row
 from graphpar.errors import GraphparError
+from graphpar.hardware import this_machine
+from graphpar.runtime.errors import LaunchError
 from graphpar.text import bytes_text, plural, seconds_text
+
+MOST_MEASURED, PATIENCE_S = 8, 5.0
+"""Processes, and the seconds to wait while others use the machine, of the profile that a first compile measures."""
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -37,6 +43,29 @@ def run(options: argparse.Namespace) -> Result:
         )
     write_text(out, json_text(data), options.written)
     return Result({**data, "out": out}, lambda console: show(profile, out, console))
+
+
+def keep_profile(path: Path) -> None:
+    """Measure this machine's CPU and keep the profile at ``path`` for all commands.
+
+    Where others use the machine, or it can't be measured, nothing is kept, and a line says so.
+    """
+    with progress("measuring this machine, once, which takes about ten seconds"):
+        try:
+            processes = min(MOST_MEASURED, this_machine.cores() // this_machine.threads())
+            profile = calibrate("cpu", max(1, processes), quick=True, patience_s=PATIENCE_S)
+            why = "; ".join(profile.doubts)
+            if not why:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json_text(profile.to_json()), [])
+                return
+        except (GraphparError, LaunchError, OSError) as error:
+            why = str(error)
+    print(
+        f"graphpar: this machine could not be measured ({why}); times are predicted with another CPU's figures. The next compile tries "
+        f"again; --cluster 2xCPU, or an empty {this_machine.VARIABLE}, does without.",
+        file=sys.stderr,
+    )
 
 
 def json_text(data: dict[str, Any]) -> str:
@@ -80,7 +109,7 @@ def _rates(profile: Profile) -> Table:
         table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
     for name, rows in _classes(profile.rows).items():
         both = [[row for row in rows if row.processes == count] for count in (1, together)]
-        if kind_of(rows[0]) == "pipeline":
+        if kind_of(rows[0]) in ("pipeline", "pages"):
             continue
         if kind_of(rows[0]) == "operator":
             cells = [seconds_text(median([row.seconds for row in each])) for each in both] + [""]
@@ -144,7 +173,8 @@ def _figures(profile: Profile) -> str:
         f"products: {flops} Gflop/s at best, {device.matrix_efficiency:.0%} in general, {short}",
         f"attention: {device.attention_efficiency[0]:.0%} forward, {device.attention_efficiency[1]:.0%} backward",
         f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general{functions}; "
-        f"{bytes_text(device.memory_bytes)} a process",
+        f"{bytes_text(device.memory_bytes)} a process"
+        + ("" if device.fresh_bytes_per_s is None else f"; new pages {device.fresh_bytes_per_s / 1e9:,.1f} GB/s"),
         f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host; actions of a pipeline: "
         f"{seconds_text(device.action_s)}",
         f"recomputation: {seconds_text(device.hooks_s)} of the host for an operator that runs again, {seconds_text(device.policy_s)} "

@@ -26,10 +26,12 @@ from graphpar.cli.trace import Clock, default_dtype, export_file
 from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture_cache import CaptureCache, cache_folder
+from graphpar.frontend.capture_cache import CaptureCache, captures_folder
 from graphpar.frontend.modelfile import ModelFile, initial_weights
 from graphpar.frontend.signature import batch_size
+from graphpar.hardware import this_machine
 from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
@@ -72,6 +74,8 @@ def run(options: argparse.Namespace) -> Result:
     request = _request(options)
     file, cache, given, folder = request.file, request.cache, request.given, request.folder
     constraints = request.constraints
+    if options.cluster is None and (given is None or given.cluster is None):
+        _measure_once()
     with progress("tracing the model"):
         program = _export(file, options, given, clock, cache)
     clock.phase("capture")
@@ -125,6 +129,16 @@ def run(options: argparse.Namespace) -> Result:
     return Result(data, lambda console: run_command.show(ran, console))
 
 
+def _measure_once() -> None:
+    """Measure the CPU that plans are for, unless that was done before."""
+    kept = this_machine.profile_path()
+    if kept is None or Cluster.of_this_machine(1).device != DEVICES["CPU"]:
+        return
+    from graphpar.cli.calibrate_command import keep_profile  # what measures loads torch's pipelines, for a second
+
+    keep_profile(kept)
+
+
 def _request(options: argparse.Namespace) -> _Request:
     _check_options(options)
     given = read_plan(*read_record(options.plan)) if options.plan else None
@@ -142,7 +156,9 @@ def _request(options: argparse.Namespace) -> _Request:
     if options.out is not None:
         check_target(options.out, options.force)
     with progress("loading the model file"):
-        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), *_traced_as(options, given))
+        cache = CaptureCache(
+            options.model, None if options.no_cache else captures_folder(), *_traced_as(options, given)
+        )
     file = cache.file
     _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
     constraints = plan_request(**requested | ({} if options.plan else _own_pins(file, requested)))

@@ -19,7 +19,7 @@ from graphpar.cli.parser import given_options
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import Clock, default_dtype, export_file
 from graphpar.errors import GraphparError
-from graphpar.frontend.capture_cache import CaptureCache, cache_folder
+from graphpar.frontend.capture_cache import CaptureCache, captures_folder
 from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> Result:
     asked = _asked(options)
     cluster = asked.cluster
     with progress("tracing the model"):
-        folder = None if options.no_cache else cache_folder()
+        folder = None if options.no_cache else captures_folder()
         cache = CaptureCache(options.model, folder, asked.precision, asked.mode, seq=asked.seq)
         program = export_file(cache.file, asked.mode, asked.precision, cache=cache, seq=asked.seq)
     clock.phase("capture")

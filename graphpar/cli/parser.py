@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -287,6 +288,27 @@ def _estimate(parser: Parser) -> None:
     _json(parser)
 
 
+def _times(text: str) -> float:
+    """Read ``0.5x`` or ``0.5``."""
+    try:
+        found = float(text.strip().removesuffix("x"))
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise GraphparError(f"{text!r} is no number of times; write 0.5x for half")
+    return found
+
+
+def _what_if(parser: Parser) -> None:
+    parser.add_argument("plan", metavar="OUT|PLAN.json", help="the emitted folder, or the plan.json in it")
+    parser.add_argument("--network", type=typed(_times), metavar="Kx", help="bandwidth between nodes, or in the only node: 0.5x is half")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="other hardware, of the same kind of device")
+    parser.add_argument("--devices", type=count, metavar="N", help="how many devices; replicas are added or left out")
+    for name in ("global_batch", "microbatch_size", "memory_headroom", "mesh"):
+        _add_option(parser, name, options_of(Request)[name])
+    _json(parser, "print the answer as one JSON object")
+
+
 def _sweep(parser: Parser) -> None:
     _model(parser)
     parser.add_argument("--cluster", metavar="NAME,NAME", required=True, help="clusters: 8xH100,2x8xH100")
@@ -359,6 +381,9 @@ COMMANDS = {
     "report": Command("report_command.report", "print the report of an emitted program or a plan", _report),
     "diff": Command("report_command.diff", "compare two plans: decisions, predicted times, memory", _diff),
     "estimate": Command("estimate_command.run", "price an existing plan: seconds, communication, memory", _estimate),
+    "what-if": Command(
+        "what_if_command.run", "the plan again at another batch, network, device or number of devices", _what_if
+    ),
     "sweep": Command("sweep_command.run", "the chosen plans for several clusters and batches, as a table", _sweep),
     "calibrate": Command(
         "calibrate_command.run", "measure this machine, and write a profile for --cluster", _calibrate

@@ -14,7 +14,7 @@ from graphpar.cli.output import Result, check_writable, phases, print_wrapped, w
 from graphpar.cli.parser import given_options
 from graphpar.cli.trace import default_dtype, export_file
 from graphpar.errors import GraphparError, NothingFits
-from graphpar.frontend.capture_cache import CaptureCache, cache_folder
+from graphpar.frontend.capture_cache import CaptureCache, captures_folder
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> Result:
     precision = Precision.of(options.dtype or default_dtype(*(name for name, _ in pairs)), None, None)
     with phases() as phase:
         phase("tracing the model")
-        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), precision)
+        cache = CaptureCache(options.model, None if options.no_cache else captures_folder(), precision)
         program = export_file(cache.file, None, precision, cache=cache)
         rows = []
         for name, constraints in pairs:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import tempfile
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from graphpar.cost_models.measure import Request, Row
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named, usable
+from graphpar.hardware.this_machine import cores, cpu, processor_name, threads
 from graphpar.runtime.launching.launch import torchrun
 
 TIMEOUT_S = 1800.0
@@ -138,12 +138,7 @@ def profile_of(
 
 def machine(kind: str) -> dict[str, Any]:
     """Describe this machine: its name, cores, threads a rank, and torch's version."""
-    return {
-        "name": _processor_name(kind),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": _threads() if kind == "cpu" else None,
-        "torch": torch.__version__,
-    }
+    return cpu() if kind == "cpu" else cpu() | {"name": torch.cuda.get_device_name(), "threads": None}
 
 
 def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], float]:
@@ -163,31 +158,15 @@ def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], f
 # ---- this machine ----------------------------------------------------------------------------------------------
 
 
-def _threads() -> int:
-    """Return the threads of a rank, as :func:`graphpar.runtime.launching.launch.torchrun` starts it."""
-    given = os.environ.get("OMP_NUM_THREADS", "1")
-    return int(given) if given.isdecimal() and int(given) > 0 else 1
-
-
 def _places(kind: str) -> int:
     """Return how many ranks can compute at once, each with its own cores or GPU."""
     if kind == "cpu":
-        return max(1, len(os.sched_getaffinity(0)) // _threads())
+        return max(1, cores() // threads())
     if kind != "cuda":
         raise GraphparError(f"device is {kind!r}; it must be cpu or cuda.")
     if not torch.cuda.is_available():
         raise GraphparError("device is cuda, but torch finds no GPU here; use --device cpu.")
     return torch.cuda.device_count()
-
-
-def _processor_name(kind: str) -> str:
-    if kind == "cuda":
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    found = re.search(
-        r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8") if info.is_file() else "", re.MULTILINE
-    )
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _known(device: Device) -> Device | None:
@@ -205,11 +184,11 @@ def _blank(kind: str, processes: int, places: int) -> Device:
     usual = DEVICES["CPU"]
     if kind == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
-        return replace(usual, name=f"CPU {_processor_name(kind)}", memory_bytes=memory, cores=places, sources={})
+        return replace(usual, name=f"CPU {processor_name()}", memory_bytes=memory, cores=places, sources={})
     properties = torch.cuda.get_device_properties(0)
     return replace(
         usual,
-        name=_processor_name(kind),
+        name=torch.cuda.get_device_name(),
         kind="cuda",
         memory_bytes=usable(properties.total_memory, 1),
         intra_node=_UNKNOWN_LINK,

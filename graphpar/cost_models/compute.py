@@ -5,6 +5,7 @@
                 On a CPU its flops and its bytes one after the other, since a core packs its operands
     attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
     traffic     bytes at the share of the bandwidth that elementwise kernels reach
+    pages       on a CPU a result of FRESH_FROM bytes comes in pages that the system zeroes first; half of traffic is written
     all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
     recomputed  the Python around operators of blocks that run again, of the host; a CPU is its own host
 
@@ -45,6 +46,8 @@ HALF_ROW, HALF_WIDTH = 256.0, 24.0
 """Lengths of rows and widths of heads at which fused attention loses half of its rate (fits FlashAttention-2's published curves)."""
 _HEAD = 4
 """A sequence is at least so many times longer than a head is wide."""
+FRESH_FROM = 2**25
+"""Bytes from which glibc takes a tensor's memory from the system and gives it back each time (its DEFAULT_MMAP_THRESHOLD_MAX)."""
 _DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
 
 
@@ -90,7 +93,8 @@ class Compute:
         tables = self._tables[id(work)][1]
         products = self._products(tables, batch) * tables.product_times
         attention = self._attention(tables, batch) * tables.attention_times
-        traffic = self.traffic_s(_elements(tables.traffic, batch), tables.traffic_functions) * tables.traffic_times
+        moved = _elements(tables.traffic, batch)
+        traffic = (self.traffic_s(moved, tables.traffic_functions) + self.fresh_s(moved / 2)) * tables.traffic_times
         sums = [
             np.bincount(phases, seconds, 3) if len(phases) else np.zeros(3)
             for phases, seconds in (
@@ -108,6 +112,11 @@ class Compute:
         other = device.memory_efficiency if device.function_efficiency is None else device.function_efficiency
         rate = device.memory_bytes_per_s * np.where(functions, other, device.memory_efficiency)
         return np.asarray(self._with_launch(np.asarray(nbytes, dtype=float) / rate))
+
+    def fresh_s(self, nbytes: Array) -> Array:
+        """Return the seconds of zeroing the pages of new tensors of ``nbytes`` each."""
+        rate = self.device.fresh_bytes_per_s
+        return np.where(nbytes < FRESH_FROM, 0.0, nbytes / rate) if rate is not None else np.zeros_like(nbytes)
 
     def _with_launch(self, seconds: Array) -> Array:
         return seconds + self.device.launch_s
@@ -145,7 +154,8 @@ class Compute:
         seconds = self._tiled(matrices, m, n, k, peaks * self.device.matrix_efficiency, half)
         nbytes = matrices * (m * k + k * n + m * n) * tables.itemsizes
         if self.device.operand_bytes_per_s is not None:
-            return self._with_launch(seconds + nbytes / self.device.operand_bytes_per_s)
+            fresh = self.fresh_s(matrices * m * n * tables.itemsizes)
+            return self._with_launch(seconds + nbytes / self.device.operand_bytes_per_s + fresh)
         bandwidth = self.device.memory_bytes_per_s * self.device.memory_efficiency
         cast = np.where(tables.itemsizes == 2, self._casts(tables), 0.0) * matrices * m * k / bandwidth
         return self._with_launch(np.maximum(seconds, nbytes / bandwidth) + cast)

@@ -1,6 +1,7 @@
 """Fit the figures of a device and its link to measured times, by least squares on the logarithms of the times.
 
     rows ──small operators──► launch_s, dispatch_s, hooks_s, policy_s
+         ──pages────────────► fresh_bytes_per_s
          ──traffic──────────► memory_efficiency, function_efficiency
          ──products─────────► matrix_efficiency, and half_reduction or, of a CPU, operand_bytes_per_s
          ──attention────────► attention_efficiency
@@ -67,7 +68,7 @@ class Error:
 
 
 def kind_of(row: Row) -> str:
-    """Return the kind of a row: product, traffic, attention, operator, collective, transfer or pipeline."""
+    """Return the kind of a row: product, traffic, attention, operator, pages, collective, transfer or pipeline."""
     first = row.what.partition(",")[0]
     return "traffic" if row.what in TRAFFIC else "collective" if row.what in COLLECTIVES else first
 
@@ -122,6 +123,7 @@ def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) 
         if kind not in by_kind:
             raise GraphparError(f"A device can't be fitted: there are no rows of kind {kind!r} among the {len(rows)}.")
     device = _with_peaks(_with_overheads(start, by_kind["operator"]), by_kind, peaks)
+    device = replace(device, fresh_bytes_per_s=_fresh(by_kind.get("pages", ())))
     traffic = _long(device, by_kind["traffic"])
     functions = [row for row in traffic if row.what.startswith(FUNCTIONS)]
     device = _fitted(device, [row for row in traffic if row not in functions], _with_memory, [_HALF])
@@ -159,6 +161,15 @@ def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
     if "operator, replayed" in times:
         return replace(device, launch_s=times["operator, replayed"], dispatch_s=times["operator"])
     return replace(device, launch_s=times["operator"], dispatch_s=0.0)
+
+
+def _fresh(rows: Sequence[Row]) -> float | None:
+    """Return the rate at which the system zeroes pages; None where an allocator keeps them."""
+    times = {row.what: row for row in rows}
+    if not times:
+        return None
+    fresh, again = times["pages"], times["pages, again"].seconds
+    return fresh.shape[0] / (fresh.seconds - again) if fresh.seconds > 2 * again else None
 
 
 def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device | None) -> Device:

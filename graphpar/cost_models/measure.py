@@ -5,6 +5,7 @@
     products     x @ W^T and the two products of its backward, from small to large, in every dtype that the device has
     traffic      elementwise operators and normalisations, forward and backward
     attention    fused and causal, forward and backward
+    pages        a large tensor written where it is, and a new one, whose pages the system zeroes first (CPU)
     operators    blocks of a few numbers: the least cost of an operator, alone and in blocks that run again
     collectives  by size, between all ranks
     pipeline     a schedule over two ranks, and its stage alone (CPU)
@@ -77,6 +78,8 @@ GPU_TRAFFIC = ((16384, 1024), (16384, 4096))
 ATTENTION = ((4, 4, 128, 64), (2, 4, 512, 64), (1, 4, 1024, 64))
 """(batch, heads, length, width of a head)."""
 GPU_ATTENTION = ((4, 16, 2048, 128), (1, 32, 8192, 128), (8, 16, 1024, 64))
+PAGES_BYTES = 1 << 26
+"""Of a tensor whose memory glibc takes from the system, and gives back when the tensor is freed."""
 COLLECTIVES = tuple(4**power for power in range(5, 13))
 """Bytes: 1 KiB to 16 MiB."""
 GPU_COLLECTIVES = (4**13, 4**14)
@@ -143,6 +146,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     attention = ATTENTION[:2] if quick else ATTENTION + (GPU_ATTENTION if gpu else ())
     dtypes = ("fp32", "tf32", "bf16", "fp16") if gpu else ("fp32",)
     yield from _operators(device)
+    if not gpu:
+        yield from _pages()
     for dtype in dtypes:
         for shape in products:
             yield from _products(shape, dtype, device)
@@ -212,6 +217,15 @@ def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterat
         made |= {name: unary(operator), f"{name}, backward": backward(operator)}
     for name, make in made.items():
         yield Case(name, shape, dtype, make, places=PLACES if math.prod(shape) >= LARGE else 1)
+
+
+def _pages() -> Iterator[Case]:
+    def again() -> Call:
+        written = torch.empty(PAGES_BYTES, dtype=torch.uint8)
+        return lambda: written.fill_(1)
+
+    yield Case("pages, again", (PAGES_BYTES,), "fp32", again)
+    yield Case("pages", (PAGES_BYTES,), "fp32", lambda: lambda: torch.empty(PAGES_BYTES, dtype=torch.uint8).fill_(1))
 
 
 def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.device) -> Iterator[Case]:

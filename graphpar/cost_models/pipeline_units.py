@@ -152,6 +152,11 @@ class UnitClass:
         """The memory, measured on first use."""
         return self._measure()
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its memory was measured."""
+        return "memory" in self.__dict__
+
     def bytes_at(self, rows: int) -> UnitBytesAt:
         """Return the memory for microbatches of ``rows``."""
         if rows not in self._at:
@@ -180,11 +185,8 @@ class Unit:
     stage: Stage = field(repr=False)
     joins: bool = False
     """Whether its parameters are gathered with those of the unit before it."""
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it calls a block."""
-        return any(node.op == "call_module" for node in self.stage.graph.nodes)
+    has_blocks: bool = False
+    """Whether it calls a block."""
 
 
 class StageBytes(NamedTuple):

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.offloaded_units import HOST_BYTES_PER_S, host_s
@@ -22,6 +24,9 @@ from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES
 from graphpar.runtime.state.offloaded_state import AT_ONCE
+
+BETWEEN_PASSES = 2
+"""Tensors that an optimizer that is not fused makes of each parameter, between its passes."""
 
 
 class _Once(NamedTuple):
@@ -178,6 +183,10 @@ class StepEnds:
         if self.execution.shards_on_host:
             return nbytes / HOST_BYTES_PER_S + self.crowd * float(self.compute.traffic_s(moved + self._cast(stages)))
         seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
+        if not self.execution.fused and self.cluster.device.fresh_bytes_per_s is not None:
+            parts = [each for each in self.bytes.held(stages) if each.trained]
+            sizes = np.array([each.elements * self.bytes.main_bytes(each) / shards for each in parts])
+            seconds += self.crowd * BETWEEN_PASSES * float(self.compute.fresh_s(sizes).sum())
         return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
 
     def _streamed(self, stages: Sequence[tuple[int, int]], update: float) -> float:

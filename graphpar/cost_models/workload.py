@@ -124,8 +124,7 @@ class Works:
         beside = self._beside(node, scope)
         if self.sends_rounded(node, shards):
             block: Any = node.kwargs.get("block") or value_of(node).shape[-1]
-            for each in (elements_of(node), SCALE_BYTES / block * elements_of(node)):
-                yield Collective(Phase.FORWARD, axis, "all-gather", each)
+            yield Collective(Phase.FORWARD, axis, "all-gather", (1 + SCALE_BYTES / block) * elements_of(node))
         elif row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):

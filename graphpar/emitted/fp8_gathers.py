@@ -1,6 +1,6 @@
 """Gathers of rows that products round to 8 bits (``fp8.py``): rows are rounded first, and sent in 8 bits with scales.
 
-    shard [.., n, .., d]  ──►  rows in 8 bits, scales in 16 [.., n, .., 1]  ──gather──►  whole [.., n * k, .., d]
+    shard [.., n, .., d]  ──►  rows in 8 bits, with scales in 16 behind them  ──gather──►  whole [.., n * k, .., d]
 
 A row, or each block of it, has its scale by itself, and rounding it again changes nothing, so products have the same
 numbers as of rows that were gathered first. A gradient of a weight reads rows that are not rounded. So a whole that is
@@ -17,10 +17,7 @@ from torch import Tensor
 from graphpar.emitted.collectives import (
     _apply,
     _axes,
-    _done,
     _gather,
-    _joined,
-    _operators,
     _sum_piece,
     _watched,
     all_gather,
@@ -51,10 +48,10 @@ def all_gather_rounded(
 
 
 def _in_8_bits(x: Tensor, axis: str, dim: int, parts: Sequence[int], size: int | None, block: int) -> Tensor:
-    """Gather rounded rows; in the dtype of ``x`` they are exact."""
-    group, count, _ = _axes[axis]
+    """Gather rounded rows, each with its scales behind it; in the dtype of ``x`` they are exact."""
     rows, scale = _rounded(x.reshape(-1, x.size(-1)), block)
-    pieces = [each.flatten(1).view(1, *x.shape[:-1], -1) for each in (rows.view(torch.uint8), scale.bfloat16())]
-    sent = [_operators.all_gather_into_tensor(each, count, group) for each in pieces]  # both are on their way
-    rows, scale = (_joined(_done(each), dim, parts, size) for each in sent)
-    return _values(rows.view(FP8).unflatten(-1, (scale.size(-1), -1)), scale.to(x.dtype).unsqueeze(-1))
+    pieces = [each.flatten(1).view(torch.uint8) for each in (rows, scale.bfloat16())]
+    sent = torch.cat(pieces, 1).view(*x.shape[:-1], -1)
+    rows, scales = _gather(sent, axis, dim, parts, size).tensor_split([pieces[0].size(1)], -1)
+    scale = scales.contiguous().view(torch.bfloat16).to(x.dtype)
+    return _values(rows.view(FP8).unflatten(-1, (scale.size(-1), -1)), scale.unsqueeze(-1))

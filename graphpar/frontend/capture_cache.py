@@ -32,12 +32,11 @@ from torch.utils._pytree import tree_flatten
 from graphpar.frontend.file_dependencies import OBSERVED, Facts, surroundings
 from graphpar.frontend.modelfile import ModelFile, load_model_file, named_as_file
 from graphpar.frontend.stored import NotStorableError, dumps, loads
+from graphpar.hardware.this_machine import cache_folder
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.runtime.option_kinds import Seq
 
-VARIABLE = "GRAPHPAR_CACHE"
-"""The variable of the environment that names the folder of the cache."""
 MOST_ENTRIES = 64
 MOST_BYTES = 2**28
 """Larger captures are not kept."""
@@ -49,15 +48,10 @@ Capture = Callable[[ModelSource, Mapping[str, int | None] | None], Program]
 """Traces a model; :func:`graphpar.frontend.capture.capture`."""
 
 
-def cache_folder() -> Path | None:
+def captures_folder() -> Path | None:
     """Return the folder of captures; None where nothing is to be kept."""
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        return Path(named) if named else None
-    home = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # no home
-        return (Path(home) if home else Path.home() / ".cache") / "graphpar" / "captures"
-    return None
+    folder = cache_folder()
+    return None if folder is None else folder / "captures"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.hardware import this_machine
 from graphpar.hardware.devices import DEVICES, Device, Link, check_number, device_named
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
@@ -121,13 +122,17 @@ class Cluster:
     @staticmethod
     def of_this_machine(devices: int) -> Cluster:
         """Make a cluster of ``devices`` of this machine's kind: the GPU that torch sees, where the table has it, else
-        processes on the CPU."""
+        processes on the CPU, with figures that were measured here where they are kept."""
         import torch
 
         if torch.cuda.is_available():
             with contextlib.suppress(GraphparError):
                 device = device_named(torch.cuda.get_device_name())
                 return Cluster.of(device, *_filled(device, devices))
+        kept = this_machine.profile_path()
+        if kept is not None and kept.is_file():
+            with contextlib.suppress(GraphparError):  # of another version: it is measured again
+                return _from_file(kept, [devices])
         return Cluster.of(DEVICES["CPU"], 1, devices)
 
     def __str__(self) -> str:

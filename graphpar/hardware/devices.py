@@ -116,6 +116,8 @@ class Device:
             through Python, which asks whether its result is kept.
         action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
         host_link: the link to the memory of its host, which each device has for itself; None: not known, or the device is the host.
+        fresh_bytes_per_s: of a CPU: at what rate the system zeroes the pages of new memory, where what is freed goes back to the system;
+            None: it does not.
         cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
         communicator_bytes: of a GPU's memory that its communication library takes for each group of ranks; None: what NCCL takes.
         sources: where each group of figures is from.
@@ -143,6 +145,7 @@ class Device:
     policy_s: float = 0.0
     action_s: float = 0.0
     cores: int | None = None
+    fresh_bytes_per_s: float | None = None
     communicator_bytes: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -170,6 +173,8 @@ class Device:
         check_number("action_s", self.action_s, zero=True)
         if self.operand_bytes_per_s is not None:
             check_number("operand_bytes_per_s", self.operand_bytes_per_s)
+        if self.fresh_bytes_per_s is not None:
+            check_number("fresh_bytes_per_s", self.fresh_bytes_per_s)
         if self.compute_units is not None:
             check_number("compute_units", self.compute_units, whole=True)
         if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
@@ -463,7 +468,7 @@ _ROWS = (
     Device(
         "CPU", "cpu", {"fp32": 1.058e11}, 12 * 2**30, 3.64e10, 5.26e-6, 1.0, _GLOO, _GLOO, None,
         operand_bytes_per_s=1.67e10, attention_efficiency=(0.38, 0.395), memory_efficiency=1.0, function_efficiency=0.551,
-        hooks_s=_HOOKS, policy_s=_POLICY, action_s=4.1e-4,
+        hooks_s=_HOOKS, policy_s=_POLICY, action_s=4.1e-4, fresh_bytes_per_s=2.5e9,
         sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip

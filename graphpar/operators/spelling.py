@@ -239,7 +239,7 @@ def grouped_product(node: fx.Node, shown: Printed) -> Expression | None:
     x, w, ends = shown(node.args[0]), shown(node.args[1]), shown(node.kwargs["offs"]).at(ATOM)
     if rows.dtype == torch.float64:
         runs = f"{x.at(ATOM)}.tensor_split({ends}[:-1].long().cpu())"
-        return Expression(f"torch.cat([run @ matrix for run, matrix in zip({runs}, {w.text})])")
+        return Expression(f"torch.cat([*map(torch.matmul, {runs}, {w.text})])")
     step = 16 // rows.element_size()
     inner, outer = (-size % step for size in weight.shape[1:])
     if not inner and not outer:

@@ -220,7 +220,8 @@ class _Measured:
             held, buffers = self.held[number]
             kind, inputs, cache = self.kinds[key], self.inputs[number], self.caches[number]
             joins = self.joins[number]
-            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins))
+            calls = any(node.op == "call_module" for node in stage.graph.nodes)
+            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins, calls))
         return units
 
     def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:

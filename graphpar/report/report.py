@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from graphpar.cost_models.kept_plans import KEPT_PLANS
 from graphpar.ir.plan import Plan
 from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.passes.planning.planned import Planned
@@ -89,7 +90,7 @@ _SHOWN = 12
 def report_files(data: Mapping[str, Any], plan: Planned) -> dict[str, str]:
     """Make the report's files, by name: as data with the decisions that it is of, and as a page.
 
-    ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
+    ``search.json`` and ``kept.json`` are there where the plan was searched, ``alone.json`` where one device was priced.
     """
     kept = {"decisions": decisions_of(plan.to_json()), "report": data}
     files = {REPORT: json.dumps(kept, indent=1) + "\n"}
@@ -98,6 +99,8 @@ def report_files(data: Mapping[str, Any], plan: Planned) -> dict[str, str]:
         rows = ",\n".join(f"   {json.dumps(row)}" for row in search["points"]["rows"])
         without = {**search, "points": {**search["points"], "rows": []}}
         files["search.json"] = json.dumps(without, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n  ]', 1) + "\n"
+    if plan.found is not None and plan.found.kept is not None:
+        files[KEPT_PLANS] = json.dumps(plan.found.kept.to_json()) + "\n"
     alone = None if plan.alone is None else plan.alone.to_json()
     if alone is not None:
         files["alone.json"] = json.dumps(alone, indent=1) + "\n"

@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar as gp
+from graphpar.cli import calibrate_command
 from graphpar.cli.main import main
 from graphpar.cost_models import calibrate as calibration
 from graphpar.cost_models import measure as measuring
 from graphpar.cost_models.calibrate import Profile, calibrate, profile_of
+from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.contention import Watch
 from graphpar.cost_models.fit_device import (
     Error,
@@ -32,9 +35,11 @@ from graphpar.cost_models.fit_device import (
 )
 from graphpar.cost_models.measure import STAGES, Case, Row, Small, cases, seconds
 from graphpar.emitted.recomputation import checkpointed
+from graphpar.hardware import this_machine
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
 from graphpar.runtime import start
+from graphpar.runtime.errors import LaunchError
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
 from tests.tools.rank_pool import RankPool
@@ -47,7 +52,9 @@ ALL_CASES = tuple(cases(CPU, quick=False))
 def times(device: Device, of: Sequence[Case] = ALL_CASES, processes: int = 2) -> list[Row]:
     """What ``device`` would take by the model that is fitted."""
     computed = [
-        Row(case.what, case.shape, case.dtype, processes, 1.0) for case in of if kind_of_case(case) != "operator"
+        Row(case.what, case.shape, case.dtype, processes, 1.0)
+        for case in of
+        if kind_of_case(case) not in ("operator", "pages")
     ]
     small = [Row("operator", (20,), "fp32", processes, device.launch_s)]
     return small + [replace(row, seconds=value) for row, value in zip(computed, priced(device, computed))]
@@ -92,6 +99,17 @@ def test_a_fit_finds_the_figures_that_times_were_made_with(
     for place, share in enumerate((forward, backward)):
         assert found.flops["fp32"] * found.attention_efficiency[place] == pytest.approx(5e11 * share * matrix, rel=0.01)
     assert all(error.worst < 0.02 for error in errors.values())
+
+
+@pytest.mark.parametrize(("fresh", "expected"), [(0.03, 2**26 / 0.027), (0.004, None), (0.003, None)])
+def test_new_pages_cost_what_writing_them_again_does_not(fresh: float, expected: float | None) -> None:
+    rows = [Row("pages", (2**26,), "fp32", 2, fresh), Row("pages, again", (2**26,), "fp32", 2, 0.003)]
+    found, _ = fit_device(DEVICES["CPU"], times(DEVICES["CPU"]) + rows)
+    assert found.fresh_bytes_per_s == (expected and pytest.approx(expected))
+    rate = Compute(replace(DEVICES["CPU"], fresh_bytes_per_s=1e9), "fp32")
+    size = np.array([2.0**25 - 4, 2.0**25])
+    assert list(rate.fresh_s(size)) == [0.0, 2**25 / 1e9]
+    assert not Compute(DEVICES["A100-SXM-80GB"], "bf16").fresh_s(size).any()
 
 
 @pytest.mark.costly
@@ -287,7 +305,7 @@ def test_a_profile_is_a_cluster_of_as_many_devices_as_took_part(profile: Profile
 @pytest.mark.costly
 def test_a_profile_has_rows_of_every_kind_and_their_errors(profile: Profile) -> None:
     assert {kind_of(row) for row in profile.rows} == {
-        "operator", "product", "traffic", "attention", "collective", "transfer", "pipeline",
+        "operator", "pages", "product", "traffic", "attention", "collective", "transfer", "pipeline",
     }  # fmt: skip
     assert all(row.seconds > 0 for row in profile.rows)
     assert set(profile.errors) == {"product", "traffic", "attention", "collective", "transfer"}
@@ -448,3 +466,76 @@ def test_a_profile_that_is_none_is_refused(text: str, message: str, tmp_path: Pa
     with pytest.raises(gp.GraphparError, match=r"here\.json: ") as caught:
         Cluster.parse(f"2x{file}")
     assert message in str(caught.value)
+
+
+# ---- the profile of this machine that is kept ------------------------------------------------------------------
+
+TWO_LINEAR = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+example_inputs = (torch.ones(4, 8),)
+"""
+
+
+def compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, Any], str]:
+    """Compile a small model; what it prints as JSON, and on standard error."""
+    (tmp_path / "model.py").write_text(TWO_LINEAR)
+    assert main(["compile", str(tmp_path / "model.py"), "--devices", "2", "--no-emit", "--json", *options]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out), printed.err
+
+
+def measured_here(disturbed: float) -> Profile:
+    device = replace(DEVICES["CPU"], name="CPU of this test", flops={"fp32": 7e10})
+    cluster = Cluster.of(device, 1, 2)
+    return Profile(cluster, calibration.machine("cpu"), (), {}, disturbed)
+
+
+def test_the_first_compile_measures_this_machine_and_later_ones_take_what_it_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / "cache"))
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        calibrate_command, "calibrate", lambda *given, **more: asked.append(given) or measured_here(0.0)
+    )
+    compiles(tmp_path, capsys, "--cluster", "2xCPU")
+    assert not asked  # it is for another machine
+    for _ in range(2):
+        found, _ = compiles(tmp_path, capsys)
+        assert found["predicted"]["cluster"] == "2xCPU of this test" and len(asked) == 1
+    assert Cluster.of_this_machine(3).devices_per_node == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", str(1 + this_machine.threads()))
+    assert Cluster.of_this_machine(3).device == DEVICES["CPU"]  # ranks with other threads have other times
+
+
+@pytest.mark.parametrize("fault", ["others", "launch", "version"])
+def test_what_is_not_measured_well_is_not_kept(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / "cache"))
+    kept = this_machine.profile_path()
+    assert kept is not None
+
+    def measured(*given: Any, **more: Any) -> Profile:
+        if fault == "launch":
+            raise LaunchError("no process could be started")
+        return measured_here(0.5 if fault == "others" else 0.0)
+
+    monkeypatch.setattr(calibrate_command, "calibrate", measured)
+    if fault == "version":  # what another version wrote is measured again
+        kept.parent.mkdir(parents=True)
+        kept.write_text('{"nodes": 1}')
+    found, said = compiles(tmp_path, capsys)
+    assert (found["predicted"]["cluster"] == "2xCPU") == (fault != "version") == (not kept.exists())
+    why = {"others": "others used more than", "launch": "no process could be started"}.get(fault)
+    assert why is None or (why in said and "could not be measured" in said)
+
+
+def test_without_a_cache_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate_command, "calibrate", lambda *given, **more: pytest.fail("measured"))
+    found, _ = compiles(tmp_path, capsys)
+    assert found["predicted"]["cluster"] == "2xCPU"

@@ -31,6 +31,7 @@ from graphpar.passes.planning.search import Planner
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.stages import compiled
 from graphpar.runtime.stages.compiled import backend_of, compile_repetitions
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES, COMPILES_REPETITIONS
 from graphpar.verification.tolerances import PRECISIONS
@@ -337,3 +338,18 @@ def test_blocks_keep_compiled_what_they_keep_by_themselves() -> None:
 
     assert kept[0] == 1  # what enters the block
     assert 7 < kept[1] < kept[2] - 2, kept  # q, k, v, attention and its sums, o, up (2) and what enters
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("plain-1.0", True), ("a b", False), ("bob's", False), ('two"', False), ("x{y}", False)]
+)
+def test_what_is_compiled_is_kept_where_the_compiler_of_cpp_takes_the_path(
+    name: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(*tmp_path.parts[:3]) / f"graphpar-{os.getpid()}" / name  # without the brackets of a test's name
+    folder.mkdir(parents=True)
+    monkeypatch.delenv(compiled._CACHE, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    compiled._keep_beside(folder)
+    shutil.rmtree(folder.parent)
+    assert (compiled._CACHE in os.environ) == kept

@@ -114,6 +114,20 @@ FAULTS = {
 }
 
 
+def test_products_of_experts_in_fp64_are_whole_on_lines_that_are_broken() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    program = gp.export(script.Shared(False).double(), (), {name: wide(each) for name, each in script.batch(0).items()})
+    parts = gp.partition(program, gp.plan(program, **TWO))
+    text = parts.files["blocks.py"]
+    compile(text, "blocks.py", "exec")
+    assert "torch.matmul" in text and "grouped_mm" not in text
+
+
+def wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
 @pytest.mark.costly
 @pytest.mark.sampled(1 / 2)
 def test_faults_are_found(tmp_path: Path, pool: RankPool) -> None:

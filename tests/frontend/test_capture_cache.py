@@ -20,6 +20,7 @@ from graphpar.cli.trace import export_file
 from graphpar.frontend import capture_cache, file_dependencies, modelfile
 from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.modelfile import initial_weights
+from graphpar.hardware import this_machine
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.operators import rules
@@ -474,7 +475,8 @@ def test_commands_write_the_same_with_and_without_a_kept_capture(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(capture_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(this_machine, "profile_path", lambda: None)
     text = (
         MODEL.format(before="", layers=2)
         + "\ndef optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=0.1)\n"

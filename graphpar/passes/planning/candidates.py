@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.kept_plans import KeptPlans
 from graphpar.cost_models.spread import of_difference
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.sharding.shard import Sharded
@@ -248,6 +249,7 @@ class SearchResult:
         misfits: on meshes on which nothing fits, the candidate nearest to fitting, where it is faster than ``best``.
         points: every candidate that was priced, the fastest first.
         tried: the values that were tried, and how many candidates were not priced, and why.
+        kept: the best plans with what their prices need; None where no plan fits.
     """
 
     best: Priced | None
@@ -261,6 +263,7 @@ class SearchResult:
     left_out: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
     tried: Tried | None = None
+    kept: KeptPlans | None = None
 
     @property
     def nearest(self) -> Priced | None:

@@ -193,21 +193,23 @@ class CandidatePrices:
     def pricing(self, candidate: Candidate, kind: int = 0) -> Pricing | None:
         """Return the prices of the candidate's mesh, where all units recompute as ``kind`` says; None where the model can't be
         sharded over it."""
-        mesh, overlap = candidate.mesh, candidate.overlap_tp
-        size = 0 if self.program.symbolic else candidate.microbatch_size
-        state = candidate.zero, candidate.reshard
-        how = self._joined(candidate), overlap, kind > 0 and self._in_chunks(candidate)
-        key = mesh, state, size, candidate.split_points, kind, how
+        key = self._key(candidate, kind)
         if key not in self._pricings:
             run = self.run_of(candidate)
             units = self.units(candidate, run, kind)
             if units is None:
                 return None
             self._pricings[key] = Pricing(
-                units, mesh, self.cluster, run, dtype=self.dtype,
+                units, candidate.mesh, self.cluster, run, dtype=self.dtype,
                 train=self.program.mode == "train", like=next(iter(self._pricings.values()), None),
             )  # fmt: skip
         return self._pricings[key]
+
+    def _key(self, candidate: Candidate, kind: int) -> tuple[object, ...]:
+        size = 0 if self.program.symbolic else candidate.microbatch_size
+        state = candidate.zero, candidate.reshard
+        how = self._joined(candidate), candidate.overlap_tp, kind > 0 and self._in_chunks(candidate)
+        return candidate.mesh, state, size, candidate.split_points, kind, how
 
     def known(self, candidate: Candidate, kind: int = 0) -> Pricing:
         """Return :meth:`pricing` of a candidate that is known to have prices."""
@@ -222,6 +224,15 @@ class CandidatePrices:
             return pricing
         units = {kind: self.known(candidate, kind).units for kind in set(choices)}
         return pricing.with_units([units[kind][place] for place, kind in enumerate(choices)])
+
+    def measured(self, candidate: Candidate) -> dict[str, tuple[Unit, ...]]:
+        """Return the units of each kind of recomputation for all blocks that was measured, by its name."""
+        found = {}
+        for kind, (how, chunks) in enumerate(self.kinds(candidate)):
+            pricing = self._pricings.get(self._key(candidate, kind))
+            if pricing is not None and all(unit.kind.is_measured for unit in pricing.units):
+                found[f"{how}, heads in chunks" if chunks else str(how)] = pricing.units
+        return found
 
     def balancer(self, candidate: Candidate) -> StageBalancer:
         """Return what places the stages of the candidate's mesh."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from graphpar.cost_models.kept_plans import KeptPlan, KeptPlans
 from graphpar.ir.program import Program
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.planning.bounds import StepBounds
@@ -30,7 +31,7 @@ from graphpar.passes.planning.fitting import Fitting
 from graphpar.passes.planning.prices import CandidatePrices
 from graphpar.passes.planning.space import Space
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import SHOWN
+from graphpar.runtime.option_kinds import GENERATE, SHOWN, TRAIN
 from graphpar.text import listed, plural, seconds_text
 
 NEAR = 1.03
@@ -39,6 +40,8 @@ _DOUBTFUL = -1
 """The level of a candidate that has not been sharded; at others, so many of the higher bounds are known."""
 _AT_LEAST = 8
 """So many of the most promising plans are priced also where time is over: that takes little beside placements."""
+KEPT = 16
+"""How many plans are kept with what their prices need."""
 SHOWN_EVERY_S = 0.2
 """How often a search says what it is at."""
 
@@ -317,7 +320,23 @@ class Planner:
             left_out=self._left_out(able, found.open),
             points=tuple(sorted(found.points.values(), key=lambda each: (each.step_time_s, *each.candidate.key))),
             tried=Tried.of(every, able, hopeless, found.points, self._useless, self._unsolved, found.open),
+            kept=self._kept([*ranked[: KEPT - len(faster)], *faster]) if ranked else None,
         )
+
+    def _kept(self, plans: Sequence[Priced]) -> KeptPlans | None:
+        """Return these plans, the chosen one first, with what their prices need."""
+        if self.program.mode == GENERATE or any(each.layout.order is not None for each in plans):
+            return None
+        kept = []
+        for each in plans:
+            pricing = self.prices.mixed(each.candidate, each.choices)
+            others = self.prices.measured(each.candidate)
+            kept.append(
+                KeptPlan(each.candidate.mesh, each.layout, pricing.execution, each.recompute, pricing.units, others)
+            )
+        first, train = plans[0].candidate, self.program.mode == TRAIN
+        batch = first.microbatch_size * first.microbatches * first.mesh.replicas
+        return KeptPlans(self.cluster, batch, self.prices.dtype, train, self.program.symbolic, tuple(kept))
 
     def _ranked(self, found: Explored) -> list[Priced]:
         """Return the plans of a search so far that fit when every microbatch is simulated, the fastest first, with their stages moved."""

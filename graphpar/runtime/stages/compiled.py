@@ -89,13 +89,13 @@ def obstacle(schedule: str, cells: Iterable[str | None], dropout: str | None, of
 
 def _keep_beside(folder: Path) -> None:
     """Keep what inductor compiles in a folder beside the program, for other ranks and the next start, where that can be written and the
-    user has not set another place. Inductor's call of the C++ compiler takes no path with spaces."""
+    user has not set another place. Inductor's call of the C++ compiler takes no path that a shell would not take as it is."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if (
         os.environ.get(_CACHE, usual := default_cache_dir()) == usual
         and os.access(folder, os.W_OK)
-        and not shlex.split(str(folder))[1:]
+        and shlex.quote(str(folder)) == str(folder)
     ):
         os.environ[_CACHE] = str(folder / COMPILED)
 

@@ -1,0 +1,319 @@
+"""What a search keeps of its best plans, and their prices where something else holds: another batch, network, device, or number of them.
+
+    search ──its best plans, as units with work and bytes──► KeptPlans ──kept.json──► KeptPlans ──Change──► Answer
+
+Placements of tensors and stages' boundaries are those that were found. Microbatches and replicas follow the change, and of each plan the
+recomputations that were measured are tried where its own does not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.pipeline_units import Unit
+from graphpar.cost_models.plain_records import decode, encode
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.spread import of_difference
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import check_number
+from graphpar.runtime.mesh import Mesh
+
+KEPT_PLANS = "kept.json"
+"""The file of a program's folder in which they are."""
+SIZES = (1.0, 0.5, 2.0)
+"""By which times a microbatch may have other rows than in the kept plan."""
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan with what its price needs.
+
+    Attributes:
+        recompute: of its own units.
+        units: with its own recomputation, and then of each other kind that was measured, by its name.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    execution: Execution
+    recompute: Any
+    units: tuple[Unit, ...]
+    others: Mapping[str, tuple[Unit, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptPlans:
+    """The best plans of a search, the chosen one first.
+
+    Attributes:
+        dtype: see :class:`~graphpar.cost_models.pricing.Pricing`.
+        symbolic: whether microbatches may have other sizes than those of the trace.
+    """
+
+    cluster: Cluster
+    global_batch: int
+    dtype: str
+    train: bool
+    symbolic: bool
+    plans: tuple[KeptPlan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        plans = [[getattr(plan, each.name) for each in fields(KeptPlan)] for plan in self.plans]
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("cluster", "plans")}
+        return own | {"cluster": self.cluster.to_json(), "plans": encode(plans)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> KeptPlans:
+        """Read what :meth:`to_json` returns.
+
+        Raises:
+            GraphparError: it was written by another version.
+        """
+        plans = tuple(KeptPlan(*values) for values in decode(data["plans"]))
+        cluster = Cluster.from_json(data["cluster"])
+        batch, dtype, train, symbolic = (data[name] for name in ("global_batch", "dtype", "train", "symbolic"))
+        return KeptPlans(cluster, batch, dtype, train, symbolic, plans)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to hold instead; None: as it was.
+
+    Attributes:
+        cluster: other hardware, of the same kind of device.
+        network: times the bandwidth between nodes, or in the node where there is one.
+        devices: how many there are, of the same cluster otherwise.
+        memory_headroom: the share of a device's memory that plans leave free.
+        mesh: degrees that plans must have.
+    """
+
+    cluster: Cluster | None = None
+    network: float | None = None
+    devices: int | None = None
+    global_batch: int | None = None
+    microbatch_size: int | None = None
+    memory_headroom: float | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.network is not None:
+            check_number("network", self.network)
+        for name in ("devices", "global_batch", "microbatch_size"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), whole=True)
+        if self.cluster is not None and self.devices is not None:
+            raise GraphparError("the cluster says how many devices there are; leave --devices out.")
+
+    def on(self, old: Cluster) -> Cluster:
+        """Return the cluster that there is then.
+
+        Raises:
+            GraphparError: the devices are of another kind, or fill no nodes.
+        """
+        found = old if self.cluster is None else self.cluster
+        if found.device.kind != old.device.kind:
+            raise GraphparError(
+                f"the plan is for {old}; programs for a {found.device.kind} device are others: compile the model for {found}."
+            )
+        if self.devices is not None:
+            found = _resized(found, self.devices)
+        if self.network is not None:
+            name = "inter_node" if found.nodes > 1 else "intra_node"
+            link = getattr(found, name)
+            rates = {
+                rate: getattr(link, rate) * self.network
+                for rate in ("bytes_per_s", "pair_bytes_per_s")
+                if getattr(link, rate) is not None
+            }
+            found = replace(found, **{name: replace(link, **rates)})
+        kept = old.headroom if found.headroom is None else found.headroom
+        return found.with_headroom(kept if self.memory_headroom is None else self.memory_headroom)
+
+
+def _resized(cluster: Cluster, devices: int) -> Cluster:
+    if devices <= cluster.devices_per_node:
+        return replace(cluster, nodes=1, devices_per_node=devices)
+    if devices % cluster.devices_per_node:
+        raise GraphparError(
+            f"{devices} devices fill no whole number of nodes of {cluster.devices_per_node}; give the cluster with --cluster."
+        )
+    return replace(cluster, nodes=devices // cluster.devices_per_node)
+
+
+@dataclass(frozen=True)
+class Repriced:
+    """A kept plan, or what follows of it, at other conditions; ``recompute``: of its blocks."""
+
+    mesh: Mesh
+    layout: Layout
+    recompute: Any
+    zero: int
+    estimate: Estimate
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits in its device's memory."""
+        return self.estimate.missing_bytes <= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decisions, seconds and bytes as plain data."""
+        found = self.estimate
+        return {
+            "mesh": self.mesh.degrees(),
+            "schedule": self.layout.schedule,
+            "microbatches": self.layout.microbatches,
+            "microbatch_size": self.layout.microbatch_size,
+            "zero": self.zero,
+            "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
+            "fits": self.fits,
+            **{
+                name: found.to_json()[name]
+                for name in (
+                    "step_time_s", "spread_s", "mfu", "bubble_fraction", "peak_memory_bytes", "compute_s", "communication_s",
+                    "exposed_communication_s",
+                )
+            },
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a change does.
+
+    Attributes:
+        before: the chosen plan as it was priced.
+        same: the same plan now, with as many replicas as make up the devices; None where it can't have this batch on so many.
+        best: the fastest of the kept plans that fits now, or the same one where that is as fast as far as prices are known; None where
+            none fits.
+        plans: all that were priced, the fastest that fit first.
+        seconds: that this took.
+    """
+
+    cluster: Cluster
+    global_batch: int
+    before: Repriced
+    same: Repriced | None
+    best: Repriced | None
+    plans: tuple[Repriced, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        parts = {name: each and each.to_json() for name in ("before", "same", "best") for each in [getattr(self, name)]}
+        return {
+            "cluster": str(self.cluster),
+            "devices": self.cluster.size,
+            "global_batch": self.global_batch,
+            **parts,
+            "plans": [each.to_json() for each in self.plans],
+            "seconds": self.seconds,
+        }
+
+
+def what_if(kept: KeptPlans, change: Change) -> Answer:
+    """Price the plans that a search kept under ``change``.
+
+    Raises:
+        GraphparError: the change is not possible, or no kept plan can have it; the message says why.
+    """
+    began = time.perf_counter()
+    cluster, batch = change.on(kept.cluster), change.global_batch or kept.global_batch
+    prices, chosen = _Prices(kept, cluster), kept.plans[0]
+    before = _Prices(kept, kept.cluster).priced(chosen, chosen.mesh, chosen.layout, exact=True)
+    found: list[Repriced] = []
+    same: Repriced | None = None
+    for plan in kept.plans:
+        mesh = _scaled(plan.mesh, cluster.size)
+        if mesh is None or any(mesh.degrees().get(axis) != degree for axis, degree in change.mesh.items()):
+            continue
+        for layout in _layouts(kept, plan, mesh, batch, change.microbatch_size):
+            try:
+                priced = prices.fitted(plan, mesh, layout)
+            except GraphparError:  # no legal schedule of so many microbatches
+                continue
+            found.append(priced)
+            if plan is chosen and layout.microbatch_size == chosen.layout.microbatch_size:
+                same = prices.priced(plan, mesh, layout, exact=True)
+    if not found:
+        raise GraphparError(
+            f"none of the {len(kept.plans)} kept plans can have a batch of {batch} on {cluster.size} devices"
+            f"{' with this mesh' if change.mesh else ''}: only microbatches and replicas are changed; compile the model for it."
+        )
+    ranked = sorted(
+        found, key=lambda each: (not each.fits, max(0, each.estimate.missing_bytes), each.estimate.step_time_s)
+    )
+    best = ranked[0] if ranked[0].fits else None
+    if best is not None and same is not None and same.fits and _equal(best.estimate, same.estimate):
+        best = same
+    return Answer(cluster, batch, before, same, best, tuple(ranked), time.perf_counter() - began)
+
+
+def _equal(first: Estimate, second: Estimate) -> bool:
+    """Whether two steps are as long as each other, as far as prices are known."""
+    return abs(second.step_time_s - first.step_time_s) <= of_difference(first.spreads_s, second.spreads_s)
+
+
+def _scaled(mesh: Mesh, devices: int) -> Mesh | None:
+    """Return a mesh of ``devices`` by more or fewer replicas; None where there is none."""
+    degrees = mesh.degrees()
+    axis = "dp_shard" if mesh.dp_shard > 1 else "dp_replicate"
+    if devices < mesh.size and mesh.dp_replicate > 1 and mesh.dp_replicate * devices % mesh.size == 0:
+        axis = "dp_replicate"
+    if degrees[axis] * devices % mesh.size:
+        return None
+    return replace(mesh, **{axis: degrees[axis] * devices // mesh.size})
+
+
+def _layouts(kept: KeptPlans, plan: KeptPlan, mesh: Mesh, batch: int, rows: int | None) -> Iterator[Layout]:
+    """Yield the plan's layout with a number of microbatches that makes up the batch."""
+    own, replicas = plan.layout, mesh.replicas
+    sizes = {rows} if rows is not None else {int(own.microbatch_size * times) for times in SIZES}
+    for size in sorted(sizes if kept.symbolic else {own.microbatch_size} & (sizes if rows else {own.microbatch_size})):
+        if size >= 1 and batch % (replicas * size) == 0:
+            yield replace(own, microbatch_size=size, microbatches=batch // (replicas * size))
+
+
+class _Prices:
+    """Prices of kept plans on ``cluster``; those of equal units are computed once."""
+
+    def __init__(self, kept: KeptPlans, cluster: Cluster) -> None:
+        self.kept, self.cluster = kept, cluster
+        self._like: Pricing | None = None
+        self._known: dict[tuple[int, Mesh], Pricing] = {}
+
+    def of(self, plan: KeptPlan, mesh: Mesh, units: tuple[Unit, ...]) -> Pricing:
+        key = id(units), mesh
+        if key not in self._known:
+            kept = self.kept
+            made = Pricing(
+                units, mesh, self.cluster, plan.execution, dtype=kept.dtype, train=kept.train, like=self._like
+            )
+            self._like = self._like or made
+            self._known[key] = made
+        return self._known[key]
+
+    def priced(
+        self, plan: KeptPlan, mesh: Mesh, layout: Layout, how: str | None = None, *, exact: bool = False
+    ) -> Repriced:
+        """Price the plan with its own recomputation, or with ``how``."""
+        units = plan.units if how is None else plan.others[how]
+        estimate = self.of(plan, mesh, units).estimate(layout, exact=exact)
+        return Repriced(mesh, layout, plan.recompute if how is None else how, plan.execution.zero, estimate)
+
+    def fitted(self, plan: KeptPlan, mesh: Mesh, layout: Layout) -> Repriced:
+        """Price the plan with the recomputation that is the fastest that fits: its own, or one of the others for all blocks."""
+        room, ways = self.cluster.room_bytes, [None, *plan.others]
+        needs = {
+            how: max(self.of(plan, mesh, plan.units if how is None else plan.others[how]).totals(layout))
+            for how in ways
+        }
+        able = [how for how in ways if needs[how] <= room] or [min(ways, key=needs.__getitem__)]
+        found = [self.priced(plan, mesh, layout, how) for how in able]
+        return min(found, key=lambda each: (max(0, each.estimate.missing_bytes), each.estimate.step_time_s))

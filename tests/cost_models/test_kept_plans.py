@@ -1,0 +1,157 @@
+"""Plans that a search kept, at other conditions: the prices are those that the model itself would give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphpar as gp
+from graphpar.cli.main import main
+from graphpar.cost_models.kept_plans import KEPT_PLANS, Answer, Change, KeptPlans, what_if
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.passes.planning.planned import Planned
+from tests.tools.programs import example
+
+CLUSTER = Cluster.parse("2x4xA100-40GB")
+
+
+@pytest.fixture(scope="module")
+def program() -> gp.Program:
+    return example("gpt")
+
+
+@pytest.fixture(scope="module")
+def chosen(program: gp.Program) -> Planned:
+    found = gp.plan(program, CLUSTER, global_batch=64)
+    assert isinstance(found, Planned)
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept(chosen: Planned) -> KeptPlans:
+    """As it is read from a file."""
+    assert chosen.found is not None and chosen.found.kept is not None
+    return KeptPlans.from_json(json.loads(json.dumps(chosen.found.kept.to_json())))
+
+
+def seconds(answer: Answer) -> float:
+    assert answer.same is not None
+    return answer.same.estimate.step_time_s
+
+
+def test_what_was_written_has_the_prices_of_the_search(kept: KeptPlans, chosen: Planned) -> None:
+    assert chosen.found is not None and chosen.predicted is not None
+    assert kept.plans[0].mesh == chosen.mesh and kept.global_batch == 64 and kept.cluster == chosen.cluster
+    before = what_if(kept, Change(global_batch=64)).before.estimate
+    assert replace(before, blocks=(), cluster="") == replace(chosen.predicted, blocks=(), cluster="")
+    others = {tuple(each.candidate.mesh.degrees().values()): each.estimate for each in chosen.found.alternatives}
+    for plan in kept.plans[1:]:
+        found = what_if(replace(kept, plans=(plan,)), Change(microbatch_size=plan.layout.microbatch_size)).before
+        known = others.get(tuple(plan.mesh.degrees().values()))
+        assert known is None or found.estimate.step_time_s == pytest.approx(known.step_time_s, rel=1e-12)
+    assert others
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"network": 0.25}, {"cluster": "2x4xH100"}, {"cluster": "2x4xA100-40GB", "memory_headroom": 0.3}],
+    ids=str,
+)
+def test_the_same_plan_has_the_price_that_the_model_gives_it(
+    change: dict[str, Any], kept: KeptPlans, chosen: Planned, program: gp.Program
+) -> None:
+    given = change | ({"cluster": Cluster.parse(change["cluster"])} if "cluster" in change else {})
+    answer = what_if(kept, Change(**given))
+    direct = gp.estimate(program, chosen, Change(**given).on(kept.cluster))
+    assert seconds(answer) == pytest.approx(direct.step_time_s, rel=1e-9)
+    assert answer.same is not None and answer.same.estimate.peak_memory_bytes == direct.peak_memory_bytes
+
+
+def test_a_batch_is_made_up_by_microbatches_and_devices_by_replicas(kept: KeptPlans, program: gp.Program) -> None:
+    twice = what_if(kept, Change(global_batch=128)).same
+    assert twice is not None
+    own = kept.plans[0]
+    assert twice.layout.microbatches == 2 * own.layout.microbatches and twice.mesh == own.mesh
+    grown = what_if(kept, Change(devices=16, global_batch=128)).same
+    assert grown is not None and grown.mesh.size == 16 and grown.layout == own.layout
+    for priced, cluster in ((twice, CLUSTER), (grown, Cluster.parse("4x4xA100-40GB"))):
+        plan = gp.plan(
+            program, cluster, mesh=priced.mesh.degrees(), global_batch=128, schedule=priced.layout.schedule, zero=priced.zero,
+            microbatch_size=priced.layout.microbatch_size, recompute=own.recompute, top=0,
+        )  # fmt: skip
+        assert priced.estimate.step_time_s == pytest.approx(gp.estimate(program, plan, cluster).step_time_s, rel=0.02)
+
+
+def test_the_best_fits_and_is_no_slower_than_the_same_plan_beyond_what_is_known(kept: KeptPlans) -> None:
+    for change in (Change(network=0.01), Change(network=10), Change(global_batch=32), Change(devices=4)):
+        answer = what_if(kept, change)
+        assert answer.best is not None and answer.best.fits
+        fitting = [each.estimate.step_time_s for each in answer.plans if each.fits]
+        assert answer.plans[0].estimate.step_time_s == min(fitting)
+        if answer.best is not answer.same:
+            assert answer.best.estimate.step_time_s == min(fitting)
+
+
+def test_where_memory_is_short_other_recomputation_is_tried_and_else_nothing_fits(
+    kept: KeptPlans, chosen: Planned
+) -> None:
+    own = max(what_if(kept, Change(global_batch=64)).before.estimate.peak_memory_bytes)
+    device = replace(kept.cluster.device, memory_bytes=int(own * 0.9))
+    short = replace(kept.cluster, device=device, headroom=0.0)
+    answer = what_if(kept, Change(cluster=short))
+    assert answer.same is not None and not answer.same.fits
+    assert answer.best is None or max(answer.best.estimate.peak_memory_bytes) <= short.room_bytes
+    none = what_if(kept, Change(cluster=replace(short, device=replace(device, memory_bytes=2**16))))
+    assert none.best is None and none.plans
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"global_batch": 7}, "can have a batch of 7 on 8 devices"),
+        ({"devices": 6}, "fill no whole number of nodes"),
+        ({"mesh": {"tp": 8, "pp": 1}}, "with this mesh"),
+        ({"network": -1.0}, "network is -1.0"),
+        ({"cluster": Cluster.parse("8xCPU")}, "compile the model for 8xCPU"),
+        ({"cluster": CLUSTER, "devices": 4}, "leave --devices out"),
+    ],
+)
+def test_what_no_kept_plan_can_have_is_refused(change: dict[str, Any], why: str, kept: KeptPlans) -> None:
+    with pytest.raises(GraphparError, match=why):
+        what_if(replace(kept, plans=kept.plans[:1]), Change(**change))
+
+
+def test_python_and_the_command_line_give_the_same_answer(
+    tmp_path: Path, chosen: Planned, program: gp.Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    gp.partition(program, chosen).save(folder)
+    assert main(["what-if", str(folder), "--network", "0.5x", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    answer = gp.what_if(chosen, network=0.5)
+    expected = json.loads(json.dumps({"change": {"network": 0.5}, **answer.to_json()}))
+    assert {**printed, "seconds": 0} == {**expected, "seconds": 0}
+    assert main(["what-if", str(folder / "plan.json"), "--batch", "128", "--mesh", f"tp={chosen.mesh.tp}"]) == 0
+    assert "times the rows a second" in capsys.readouterr().out
+    for arguments, why in (
+        ([str(folder)], "Give what is to be different"),
+        ([str(folder), "--network", "0"], "no number of times"),
+        ([str(folder), "--devices", "2.5"], "whole number"),
+    ):
+        assert main(["what-if", *arguments]) == 2
+        assert why in capsys.readouterr().err
+    record = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(record | {"schedule": "GPipe"}))
+    assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
+    (folder / KEPT_PLANS).write_text('{"plans": {"records": [["Gone", 1]], "value": 0}}')
+    assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
+    assert "compile the model again" in capsys.readouterr().err
+    (folder / KEPT_PLANS).unlink()
+    assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
+    with pytest.raises(GraphparError, match="no search"):
+        gp.what_if(gp.plan(program, mesh={"tp": 2}), network=0.5)
