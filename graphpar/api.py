@@ -73,6 +73,7 @@ def export(
     output_dtype: str | None = None,
     keep_fp32: Sequence[str] | str | None = None,
     fp8: Sequence[str] | str | None = None,
+    fp8_recipe: str | None = None,
     seq: Seq | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
@@ -102,6 +103,8 @@ def export(
             stored in fp32, what enters them is cast to it, and what they return to ``dtype``.
         fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits, with ``dtype="bf16"``: ``"**"`` for all but the head,
             routers and adapters, which take part by their own paths.
+        fp8_recipe: how they do: ``"rowwise"`` (the default), a scale of each row, or ``"mxfp8"``, a scale of each 32
+            values, and gradients of weights in 8 bits, too.
         seq: the shortest and the longest sequence that the program takes, as ``"128..4096"``; it is traced at the longest. Every dim of
             the example that is as long as its sequence varies. Of a model that is another one at other lengths a list,
             ``"128,512,4096"``: each is traced. By default a program takes the example's length alone.
@@ -117,7 +120,7 @@ def export(
             raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32, fp8)
+    precision = Precision.of(dtype, pure, param_dtype, output_dtype, keep_fp32, fp8, fp8_recipe)
     lengths = None if seq is None else SEQ.check("seq", seq)
     source = ModelSource(
         model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates, lengths

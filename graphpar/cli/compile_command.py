@@ -225,7 +225,15 @@ def _precision(options: argparse.Namespace) -> Precision:
     """Return the dtypes that are asked for; on GPUs the default is bf16 with parameters in fp32."""
     dtypes = options.dtype, options.pure, options.param_dtype
     usual = default_dtype(options.cluster) if dtypes == (None, None, None) else options.dtype
-    return Precision.of(usual, options.pure, options.param_dtype, options.output_dtype, options.keep_fp32, options.fp8)
+    return Precision.of(
+        usual,
+        options.pure,
+        options.param_dtype,
+        options.output_dtype,
+        options.keep_fp32,
+        options.fp8,
+        options.fp8_recipe,
+    )
 
 
 def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:

@@ -105,7 +105,9 @@ def _asked(options: argparse.Namespace) -> _Asked:
     if options.plan is None:
         pins = plan_request(**requested)  # without hardware nothing is searched
         usual = default_dtype(options.cluster) if options.dtype is None else options.dtype
-        precision = Precision.of(usual, None, options.param_dtype, options.output_dtype, options.keep_fp32, options.fp8)
+        precision = Precision.of(
+            usual, None, options.param_dtype, options.output_dtype, options.keep_fp32, options.fp8, options.fp8_recipe
+        )
         seq = None if options.seq is None else SEQ.check("seq", options.seq)
 
         def plan_of(program: Program) -> Planned:

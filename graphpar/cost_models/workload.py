@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -31,7 +32,7 @@ from graphpar.operators.record import Kernel, Kind, Reads, Record
 from graphpar.operators.table import COMPOSITES, record_of
 from graphpar.operators.transitions import FUNCTIONS, SENDS, travelling_beside
 
-SCALE_BYTES = 4
+SCALE_BYTES = 2
 """Of the scale of a row in 8 bits."""
 
 
@@ -108,7 +109,9 @@ class Works:
 
     def sends_rounded(self, node: fx.Node, shards: bool) -> bool:
         """Whether a gather sends rows in 8 bits: :mod:`graphpar.emitted.fp8_gathers` says when."""
-        return node.target is all_gather_rounded and (shards or not self.train)
+        return node.target is all_gather_rounded and (
+            shards or not self.train or not node.kwargs.get("for_weights", True)
+        )
 
     def _transition(self, node: fx.Node, name: str, scope: str, shards: bool) -> Iterator[Collective]:
         row = FUNCTIONS[name]
@@ -120,8 +123,8 @@ class Works:
             nbytes = nbytes * self.degrees[axis] * _room_of(node)
         beside = self._beside(node, scope)
         if self.sends_rounded(node, shards):
-            rows = product_of(sizes_of(node)[:-1])
-            yield Collective(Phase.FORWARD, axis, "all-gather", elements_of(node) + SCALE_BYTES * rows)
+            block: Any = node.kwargs.get("block") or value_of(node).shape[-1]
+            yield Collective(Phase.FORWARD, axis, "all-gather", (1 + SCALE_BYTES / block) * elements_of(node))
         elif row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):
@@ -328,14 +331,14 @@ class _Walk:
 
     def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:
         """Yield products; where operands are rounded for them, each is read for its scales, read again, and written."""
-        rounded = record_of(node).operand_bytes
+        rounding = record_of(node).rounding
         for row in self._plain_products(node, products):
-            if rounded is None or row.phase is Phase.WEIGHT:
+            if rounding is None or (row.phase is Phase.WEIGHT and not rounding.weights):
                 yield row
                 continue
-            yield row._replace(itemsize=rounded)
+            yield row._replace(itemsize=1)
             for elements in (row.matrices * row.m * row.k, row.matrices * row.k * row.n):
-                yield Traffic(row.phase, (2 * row.itemsize + rounded) * elements)
+                yield Traffic(row.phase, (2 * row.itemsize + 1) * elements)
 
     def _rounded(self, gather: fx.Node) -> Iterator[Row]:
         """Yield rounding a shard as :meth:`_products` does, and reading and writing the whole, in the dtype that it had."""

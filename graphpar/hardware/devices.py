@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
+"""Of the last, products in 8 bits with a scale for each 32 values, devices without the units have no rate."""
 KINDS = ("cuda", "cpu")
 """As torch names them."""
 _Figure = TypeVar("_Figure")
@@ -353,8 +354,9 @@ def _of_kind(figures: Mapping[str, _Figure], name: str) -> _Figure | None:
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989, "fp8": 1979}
-_BLACKWELL_NVL72 = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}
-_BLACKWELL_SOURCE = f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}"
+_BLACKWELL_SXM = {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "mxfp8": 4500}
+_BLACKWELL_NVL72 = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "mxfp8": 5000}
+_BLACKWELL_SOURCE = f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}; mxfp8: as fp8"
 _AS_A100, _AS_H100 = "as A100-SXM-80GB, the same chip", "as H100-SXM-80GB, the same chip"
 _SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
 _NVL72_SOURCES = {
@@ -424,8 +426,8 @@ _ROWS = (
         {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: {_AS_H100}"},
     ),
     _gpu(
-        "B200-SXM-180GB", {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(180), 8.0, 900, 50,
-        _SPEC_SOURCES,
+        "B200-SXM-180GB", _BLACKWELL_SXM, usable(180), 8.0, 900, 50,
+        {**_SPEC_SOURCES, "flops": f"{_SPEC}; mxfp8: as fp8"},
     ),
     _gpu(
         "GB200-NVL72", _BLACKWELL_NVL72, usable(186), 8.0, 900, 50,
@@ -443,7 +445,7 @@ _ROWS = (
         power=1400 / 1200,  # of GB300 and GB200, vendor's data sheets, from memory
     ),
     _gpu(
-        "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,
+        "B300-SXM-288GB", {**_BLACKWELL_SXM, "fp32": 75}, usable(288, 10**9), 8.0, 900, 100,
         {
             "flops": _BLACKWELL_SOURCE,
             "memory": f"{_SPEC}; taken as decimal GB, as systems of this device report no more",

@@ -49,7 +49,12 @@ class Plan(Decisions):
     def precision(self) -> Precision:
         """The dtypes that the program was traced for."""
         return Precision(
-            self.dtype, self.param_dtype, self.output_dtype or "", tuple(self.keep_fp32 or ()), tuple(self.fp8 or ())
+            self.dtype,
+            self.param_dtype,
+            self.output_dtype or "",
+            tuple(self.keep_fp32 or ()),
+            tuple(self.fp8 or ()),
+            self.fp8_recipe or "",
         )
 
     @property

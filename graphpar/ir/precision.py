@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.option_kinds import PATTERNS
+from graphpar.runtime.option_kinds import FP8_RECIPES, PATTERNS
 from graphpar.runtime.records import DTYPES
 
+ROWWISE, MXFP8 = FP8_RECIPES
 AUTO = "auto"
 """Compute in bf16 where the model trains and is built in fp32; else in the dtypes that it is built in."""
 
@@ -26,6 +27,7 @@ class Precision:
         output_dtype: of the model's outputs, such as what a loss function takes. Empty: fp32 for training, for inference as computed.
         keep_fp32: patterns of modules that compute in fp32 and store their parameters in it, whatever the others do.
         fp8: patterns of modules whose ``nn.Linear`` layers multiply in 8 bits.
+        fp8_recipe: how they do, one of :data:`~graphpar.runtime.option_kinds.FP8_RECIPES`; empty where none do.
     """
 
     dtype: str = "fp32"
@@ -33,6 +35,7 @@ class Precision:
     output_dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
     fp8: tuple[str, ...] = ()
+    fp8_recipe: str = ""
 
     @staticmethod
     def of(
@@ -42,6 +45,7 @@ class Precision:
         output_dtype: str | None = None,
         keep_fp32: Any = None,
         fp8: Any = None,
+        fp8_recipe: str | None = None,
     ) -> Precision:
         """Make a policy of what a user asks for; ``pure`` stores parameters in the compute dtype.
 
@@ -50,9 +54,17 @@ class Precision:
         """
         kept = () if keep_fp32 is None else PATTERNS.check("keep_fp32", keep_fp32)
         eight = () if fp8 is None else PATTERNS.check("fp8", fp8)
+        if fp8_recipe is not None and fp8_recipe not in FP8_RECIPES:
+            raise GraphparError(
+                f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(FP8_RECIPES)}."
+                f"{near_match(str(fp8_recipe), FP8_RECIPES)}"
+            )
+        if fp8_recipe and not eight:
+            raise GraphparError("fp8_recipe says how the layers of fp8 multiply; give fp8 with it.")
+        recipe = fp8_recipe or ROWWISE if eight else ""
         check_dtype("output_dtype", output_dtype)
         if dtype == AUTO and not pure and param_dtype is None:
-            return Precision(AUTO, "", output_dtype or "", kept, eight)
+            return Precision(AUTO, "", output_dtype or "", kept, eight, recipe)
         for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
             check_dtype(name, value)
         for name, given in (("output_dtype", output_dtype), ("keep_fp32", kept)):
@@ -69,7 +81,7 @@ class Precision:
                 "pure stores parameters in the compute dtype, and that is fp32 anyway; give dtype=bf16 or fp16 with it."
             )
         return Precision(
-            dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept, eight
+            dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept, eight, recipe
         )
 
     def resolved(self, mode: str) -> Precision:
@@ -81,7 +93,7 @@ class Precision:
         """``dtype bf16 with parameters in fp32, outputs in bf16, **.norm in fp32``"""
         more = [f"outputs in {self.output_dtype}"] * bool(self.output_dtype)
         more += [f"{', '.join(self.keep_fp32)} in fp32"] * bool(self.keep_fp32)
-        more += [f"products of {', '.join(self.fp8)} in 8 bits"] * bool(self.fp8)
+        more += [f"products of {', '.join(self.fp8)} in 8 bits ({self.fp8_recipe or ROWWISE})"] * bool(self.fp8)
         return ", ".join([f"dtype {self.dtype} with parameters in {self.param_dtype}", *more])
 
     @property

@@ -366,6 +366,10 @@ class Program:
         """List the prefix of names for each instance of ``block``: its path and a dot. The block "" is the root."""
         return [f"{path}." for path in dict.fromkeys(self.blocks[block].instances)] if block else [""]
 
+    def scopes(self) -> list[tuple[str, fx.Graph]]:
+        """List the graphs, each with the name of its block; the root is ""."""
+        return [("", self.graph), *((name, block.graph) for name, block in self.blocks.items())]
+
     def ties_below(self, path: str) -> list[tuple[str, ...]]:
         """List the groups of names below the module ``path`` that are one parameter, relative to it."""
         prefix = f"{path}."

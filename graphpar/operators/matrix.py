@@ -33,7 +33,7 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
-from graphpar.operators.record import EACH, Kind, Reads, Record, each
+from graphpar.operators.record import EACH, Kind, Reads, Record, Rounding, each
 from graphpar.runtime.axes import Divides
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
@@ -445,10 +445,17 @@ RECORDS: dict[str, Record] = {
     "linear": Record(
         Kind.PRODUCT, linear, bias=2, module="Linear", spelling=(write.function("F.linear", "input weight bias"),),
     ),
-    "fp8_linear": Record(
-        Kind.PRODUCT, line("... k, n k -> ... n"), operand_bytes=1,
-        composite=Composite(fp8.fp8_linear, _whole_linear, samples=(_in_8_bits,)),
-    ),
+    **{
+        function.__name__: Record(
+            Kind.PRODUCT, line("... k, n k -> ... n"), rounding=rounding,
+            composite=Composite(function, _whole_linear, samples=(_in_8_bits,)),
+        )
+        for function, rounding in (
+            (fp8.fp8_linear, Rounding("rowwise")),
+            (fp8.mxfp8_linear, Rounding("mxfp8", fp8.BLOCK, True)),
+            (fp8.mxfp8_linear_with_gw_hp, Rounding("mxfp8_with_gw_hp", fp8.BLOCK)),
+        )
+    },
     "all_gather_rounded": _with_collectives(
         fp8_gathers.all_gather_rounded, _gathered_rows, lambda draw: ((draw(2, 3, 4), "tp"), {"dim": 1}),
     ),

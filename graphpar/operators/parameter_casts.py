@@ -18,6 +18,7 @@ from graphpar.ir.program import Program, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.runtime.layout import Shard, Type, divisions
+from graphpar.runtime.option_kinds import TRAIN
 
 FEW = 0.05
 """The largest share of parameters, of those that are read in another dtype than the others, that ranks rather store whole."""
@@ -93,7 +94,8 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) -> dict[str, tuple[str, ...]]:
-    """Return the weights of products that round their operands, each with how it is divided where it is multiplied: ``tp S(0)``.
+    """Return the weights of products that round their operands, each with the recipe, and how it is divided where it is
+    multiplied: ``mxfp8``, ``tp S(0)``.
 
     Args:
         stored: the types of parameters by axis, as ranks store them.
@@ -103,20 +105,34 @@ def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) 
             divided otherwise in evaluation.
     """
     found = {} if program.evaluated is None else rounded_weights(program.evaluated, stored)
-    for scope, graph in [("", program.graph), *((name, block.graph) for name, block in program.blocks.items())]:
+    for scope, graph in program.scopes():
         for node in graph.nodes:
-            if record_of(node).operand_bytes is not None:
+            if (rounding := record_of(node).rounding) is not None:
                 name, steps = weight_of(node)
                 if not name:
                     raise GraphparError(f"fp8: the weight of {node.name} is computed; leave its layer out of fp8.")
-                for prefix in program.prefixes(scope):
-                    divided = _divided(node, stored.get(f"{prefix}{name}", {}), steps)
-                    if found.setdefault(f"{prefix}{name}", divided) != divided:
+                for each in (f"{prefix}{name}" for prefix in program.prefixes(scope)):
+                    divided = _divided(node, stored.get(each, {}), steps)
+                    if each in found and found[each][1:] != divided:
                         raise GraphparError(
-                            f"fp8: {prefix}{name} is divided in two ways where it is multiplied; pin one placement of it, or leave its "
-                            "layer out of fp8."
+                            f"fp8: {each} is divided in two ways where it is multiplied; pin one placement of it, or "
+                            "leave its layer out of fp8."
                         )
+                    found[each] = (rounding.recipe, *divided)  # that of training, which evaluation does not know
     return found
+
+
+def weight_names(program: Program, scope: str, product: fx.Node) -> set[str]:
+    """Return all names of a product's weight, in each instance of its block ``scope``; none where it is computed."""
+    name, _ = weight_of(product)
+    return {each for prefix in program.prefixes(scope) for each in program.tie_of(f"{prefix}{name}")} if name else set()
+
+
+def trains_weight(program: Program, scope: str, product: fx.Node) -> bool:
+    """Whether the backward computes a gradient of the weight of a product, in any instance of its block ``scope``."""
+    names = weight_names(program, scope, product)
+    found = [program.parameters[name].requires_grad for name in names if name in program.parameters]
+    return program.mode == TRAIN and (not names or any(found))
 
 
 def _divided(product: fx.Node, stored: Mapping[str, Type], steps: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -66,6 +66,15 @@ class Reads(Enum):
     OPERANDS = auto()  # and perhaps the result
 
 
+class Rounding(NamedTuple):
+    """How a product rounds its operands to 8 bits: by which ``recipe``, ``block`` values of what is summed with a scale
+    (0: all of them), and whether it does so for the gradient of its second operand, too."""
+
+    recipe: str
+    block: int = 0
+    weights: bool = False
+
+
 class Kernel(NamedTuple):
     """A kernel that moves ``moves`` times the bytes of its operator's result, or of an ``operand``; ``functions`` as in :class:`Record`.
 
@@ -102,7 +111,7 @@ class Record:
     Attributes:
         rule: its factors in one use; None where factors do not describe it.
         placements: its placements, where they need more than factors; used instead of the rule's.
-        operand_bytes: of an element of what is multiplied, where operands are rounded for that.
+        rounding: of a product that rounds what it multiplies.
         bias: the operand that is added to a product; where the product is partial, the bias must be partial, too.
         linear: for a pointwise operator, groups of operands in which it is linear while the others are fixed.
         tame: pointwise, and finite with finite slopes wherever its operands are, so that padding stays harmless.
@@ -123,7 +132,7 @@ class Record:
     kind: Kind
     rule: RuleOf | None = None
     placements: PlacementsOf | None = None
-    operand_bytes: int | None = None
+    rounding: Rounding | None = None
     bias: int | None = None
     linear: tuple[frozenset[int], ...] = ()
     tame: bool = False

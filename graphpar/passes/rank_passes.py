@@ -20,6 +20,7 @@ from graphpar.passes.sharding.lowering import lower
 from graphpar.passes.sharding.overlapped_exchange import with_overlap
 from graphpar.passes.sharding.pins import with_points, with_results, with_variants
 from graphpar.passes.sharding.rounded_gathers import with_rounded_gathers
+from graphpar.passes.sharding.rounded_gradients import with_rounded_gradients
 from graphpar.passes.sharding.widened import of_a_replica, widened, with_all_rows
 from graphpar.passes.step import Step
 from graphpar.runtime.layout import Shard
@@ -110,6 +111,12 @@ FINISHING = (
         "rows that only products in 8 bits read are rounded before they are gathered",
         "graphpar check and graphpar verify",
         run=lambda program, sharding, rows: with_rounded_gathers(program),
+    ),
+    RankPass(
+        "round_gradients", "graphpar.passes.sharding.rounded_gradients", ("keep_rows",),
+        "gradients of weights are rounded where blocks of tokens are of one sequence on each rank",
+        "graphpar check and graphpar verify",
+        run=lambda program, sharding, rows: with_rounded_gradients(program),
     ),
     RankPass(
         "exchange_experts", "graphpar.passes.sharding.exchange", ("keep_rows",),

@@ -202,7 +202,7 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         return versions
     run = [data["dtype"]]
     if data.get("fp8"):
-        run.append(f"linear layers of {', '.join(data['fp8'])} in 8 bits")
+        run.append(f"linear layers of {', '.join(data['fp8'])} in 8 bits, {data.get('fp8_recipe') or 'rowwise'}")
     if data["param_dtype"] != data["dtype"]:
         run.append(f"parameters in {data['param_dtype']}")
     if data["reduce_dtype"] not in (None, data["param_dtype"]):

@@ -194,7 +194,8 @@ class Interface:
     evaluated_streams: tuple[tuple[int, ...], ...] = ()
     """The same of evaluation, where the model is another program then."""
     rounded_weights: Mapping[str, tuple[str, ...]] = kept(make=dict, packed=True)
-    """The weights of products in 8 bits, each with how it is divided where it is multiplied: ``tp S(0)``, the outermost first."""
+    """The weights of products in 8 bits, each with the recipe, and how it is divided where it is multiplied: ``mxfp8``,
+    ``tp S(0)``, the outermost first."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """What the model was given besides tensors, by name: numbers, strings, None."""
     unread: tuple[str, ...] = ()

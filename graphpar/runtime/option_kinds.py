@@ -15,6 +15,9 @@ Recompute = str | Mapping[str, str]
 """What blocks run again in the backward: one kind for all, or kinds by pattern over their paths."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 """The dtypes in which a program computes, stores parameters and sums gradients."""
+FP8_RECIPES = ("rowwise", "mxfp8")
+"""torchao's ``rowwise_with_gw_hp``, a scale of each row and gradients of weights in bf16; and its ``mxfp8``, a scale of each
+32 values."""
 DROPOUTS = ("exact", "kernel")
 """How attention draws its dropout: masks of the unpartitioned model, or those of torch's own kernel and generator."""
 OFFLOADS = ("optimizer", "activations", "params")

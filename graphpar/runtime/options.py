@@ -28,6 +28,7 @@ from graphpar.runtime.option_kinds import (
     EITHER,
     FILE,
     FLAG,
+    FP8_RECIPES,
     GENERATE,
     LEVEL,
     OFFLOADED,
@@ -439,6 +440,10 @@ class Decisions:
     fp8: tuple[str, ...] | None = option(
         PATTERNS, "modules whose linear layers multiply in 8 bits, with --dtype bf16: '**'; without the head, routers and adapters, "
         "unless by their own paths", group="workload", metavar="PATTERN,...", about="must equal that of ``export``.",
+    )
+    fp8_recipe: str | None = option(
+        choice(*FP8_RECIPES), "how layers multiply in 8 bits: with a scale of each row, or of each 32 values, and so for "
+        "gradients of weights, too (default: rowwise)", group="workload", about="must equal that of ``export``.",
     )
     reduce_dtype: str | None = option(
         choice(*DTYPE_NAMES), "dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp", group="workload",

@@ -181,7 +181,7 @@ def steps() -> str:
 
 
 def devices() -> str:
-    dtypes = ("fp32", "tf32", "bf16", "fp16", "fp8")
+    dtypes = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
     rows = [
         f"| device | {', '.join(dtypes)}: Tflop/s | memory | bandwidth | in a node | between | a node |",
         "|---" * 7 + "|",

@@ -83,7 +83,7 @@ def test_a_path_of_its_own_takes_a_head(tmp_path: Path) -> None:
 
     assert {"head.weight", "blocks.0.attn.qkv.weight"} <= found.keys()
     assert not any(name.startswith("blocks.1.") for name in found)  # so these are blocks of two kinds
-    assert found["blocks.0.attn.qkv.weight"] == ("tp S(0:64)",)
+    assert found["blocks.0.attn.qkv.weight"] == ("rowwise", "tp S(0:64)")
     assert "fp8_linear(" in parts.files["blocks.py"]
 
 
@@ -93,6 +93,31 @@ def test_adapters_are_left_out() -> None:
     program = gp.export(model, (torch.randn(8, 16),), loss_fn=lambda y: y.square().mean(), dtype="bf16", fp8="**")
 
     assert list(_weights(program, mesh={"pp": 1})) == ["0.weight"]
+
+
+class _Table(nn.Module):
+    """Rows of a learned table, which all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 16))
+        self.of_table, self.up, self.head = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.up(x + self.of_table(self.table)).tanh()).square().mean()
+
+
+def test_rows_that_all_examples_share_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    program = gp.export(_Table(), (torch.randn(8, 4, 16),), dtype="bf16", fp8="**")
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 1}, microbatch_size=2))
+
+    assert load_manifest(parts.folder).rounded_weights.keys() == {"up.weight"}
+    assert verify_all([parts])[0].ok
+    with pytest.raises(
+        GraphparError, match=r"of_table has no linear layers other than .* rows that all examples share"
+    ):
+        gp.export(_Table(), (torch.randn(8, 4, 16),), dtype="bf16", fp8="of_table")
 
 
 class _Shared(nn.Module):
@@ -164,7 +189,7 @@ def test_the_function_is_that_of_the_reference(dtype: torch.dtype) -> None:
     x[1, 2, 3] = 449.0
     operands = [each.to(dtype).requires_grad_() for each in (x, weight)]
     names = {"w": nn.Parameter(operands[1].detach())}
-    linear = RoundedProducts(names, {"w": ()}, {})
+    linear = RoundedProducts(names, {"w": ("rowwise",)}, {})
     found, expected = fp8_linear(*operands), linear(operands[0], names["w"])
     gradient = torch.randn(3, 5, 24).to(dtype)
 
@@ -206,12 +231,10 @@ def test_programs_train_as_the_model_does_with_the_same_recipe(tmp_path: Path) -
     text = (wrong.folder / "fp8.py").read_text()
     faults = {
         "not rounded": text.replace(
-            "_product(x.reshape(-1, x.size(-1)), weight)", "(x.reshape(-1, x.size(-1)) @ weight.t())"
+            "_product(x.reshape(-1, x.size(-1)), weight, block)", "(x.reshape(-1, x.size(-1)) @ weight.t())"
         ),
-        "columns of the weight": text.replace("_product(rows, weight.t())", "(rows @ weight)"),
-        "gradient of the weight": text.replace(
-            "rows.t() @ x.reshape(-1, x.size(-1))", "_product(rows.t(), x.reshape(-1, x.size(-1)).t())"
-        ),
+        "columns of the weight": text.replace("_product(rows, weight.t(), ctx.block)", "(rows @ weight)"),
+        "gradient of the weight": text.replace(" if ctx.rounds_all else rows.t() @ columns", ""),
     }
     folders = []
     for name, changed in faults.items():

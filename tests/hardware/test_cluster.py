@@ -256,7 +256,7 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
             OWN,
             "fp32 = ",
             "fp31 = ",
-            "device: flops has 'fp31'; the dtypes are fp32, tf32, bf16, fp16, fp8. Did you mean 'fp32'",
+            "device: flops has 'fp31'; the dtypes are fp32, tf32, bf16, fp16, fp8, mxfp8. Did you mean 'fp32'",
         ),
         (OWN, "160e12", "0", "device: flops.bf16 is 0"),
         (OWN, "matrix_efficiency = 0.7", "matrix_efficiency = 70", "matrix_efficiency is 70; it is a share"),

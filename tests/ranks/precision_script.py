@@ -1,13 +1,15 @@
 """A script for ranks: steps of an emitted program in 16 bits, with a gradient that overflows on one rank where that is asked for.
 
 Takes a program, a folder, and a JSON object: "batches" (files), "optimize", "overflow" ([step, rank] or null), "alone" (each rank
-decides for itself whether a step overflowed: a fault). Writes gradients_{rank}.safetensors of the last step and rank_{rank}.json.
+decides for itself whether a step overflowed: a fault), "double" (all in fp64). Writes gradients_{rank}.safetensors of the last step
+and rank_{rank}.json.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from graphpar.runtime import Pipeline, start
+from graphpar.runtime.debugging.fp64 import in_double
 from graphpar.runtime.state import gradients as gradients_module
 from graphpar.runtime.state.fully_sharded import local
 
@@ -33,7 +36,8 @@ class _Alone:
 def main() -> None:
     program, out, asked = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     before = gradients_module.dist
-    with start(60.0) as ranks, Pipeline(program, ranks.device) as pipeline:
+    wide = in_double() if asked.get("double") else nullcontext()
+    with wide, start(60.0) as ranks, Pipeline(program, ranks.device) as pipeline:
         pipeline.load_weights()
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         report: dict[str, Any] = {"losses": [], "scales": [], "without": [], "dtypes": []}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.emitted import random_streams
-from graphpar.emitted.fp8 import fp8_linear
+from graphpar.emitted.fp8 import fp8_linear, mxfp8_linear, mxfp8_linear_with_gw_hp
 from graphpar.emitted.gated import geglu, swiglu
 from graphpar.emitted.rotary import apply_rotary
 from graphpar.operators.prove import Call
@@ -445,8 +445,11 @@ def streams() -> list[Call]:
         Call(random_streams.integers, (_keys(4), [6], 0, 10)),
         Call(apply_rotary, (real(4, 2, 6, 8), real(1, 1, 6, 8), real(1, 1, 6, 8))),
         Call(apply_rotary, (real(4, 6, 2, 8), real(4, 6, 1, 4), real(4, 6, 1, 4), True)),
-        Call(fp8_linear, (real(4, 6, 8).sign(), real(12, 8).sign())),  # what 8 bits don't round
-        Call(fp8_linear, (real(4, 8).sign(), real(7, 8).sign())),
+        *(
+            Call(function, (real(*sizes, 8).sign(), real(columns, 8).sign()))  # what 8 bits don't round
+            for function in (fp8_linear, mxfp8_linear, mxfp8_linear_with_gw_hp)
+            for sizes, columns in (((4, 6), 12), ((4,), 7))
+        ),
         Call(swiglu, (real(4, 6, 8), real(4, 6, 8))),
         Call(geglu, (real(4, 6, 8), real(4, 6, 8))),
         Call(geglu, (real(4, 8), real(4, 8)), {"approximate": "tanh"}),

@@ -1,10 +1,11 @@
 """``round_products``: linear layers that are chosen multiply in 8 bits.
 
-    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias
+    linear(x, up.weight, up.bias)    ──►    fp8_linear(x, up.weight) + up.bias      or mxfp8_linear, as the recipe says
 
 The layers are those of ``nn.Linear`` weights in the modules that patterns match (:attr:`graphpar.ir.precision.Precision.fp8`), but for
 three kinds that lose by it, unless a pattern is their own path: heads, after which nothing is multiplied; routers, whose results choose
-experts; and low-rank adapters. A weight of several calls is rounded in all of them, or in none.
+experts; and low-rank adapters. A weight of several calls is rounded in all of them, or in none. Rows that do not follow the batch, as of a
+learned table, are never rounded: their gradients are sums over microbatches, each of which would round its part.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from graphpar.emitted.fp8 import fp8_linear
+from graphpar.emitted.fp8 import fp8_linear, mxfp8_linear
 from graphpar.errors import OptionError, near_match
+from graphpar.ir.batch_sizes import batch_dims_of, unknown_dims
+from graphpar.ir.precision import MXFP8
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.parameter_casts import weight_of
 from graphpar.operators.reduce import chooses
@@ -45,14 +48,19 @@ def round_products(program: Program) -> Program:
     weights = {node: program.tie_of(f"{path}.weight")[0] for node, path in layers.items()}
     own = {weights[node] for node, path in layers.items() if path in patterns}
     left = {weights[node] for node, path in layers.items() if path not in chosen or _is_head(node) or _is_router(node)}
-    rounded = [node for node, weight in weights.items() if weight in own or weight not in left]
+    batched = any(entry.batch_dim is not None for entry in program.inputs)
+    shared = {weights[node] for node in layers if batched and not batch_dims_of(node) and not unknown_dims(node)}
+    rounded = [
+        node for node, weight in weights.items() if weight not in shared and (weight in own or weight not in left)
+    ]
     if not rounded:
         raise OptionError(
-            f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers and adapters, and other products don't round; "
-            "leave it out."
+            f"fp8: {', '.join(patterns)} has no linear layers other than heads, routers, adapters and those of rows that all examples "
+            "share, and other products don't round; leave it out."
         )
+    function = mxfp8_linear if program.source.precision.fp8_recipe == MXFP8 else fp8_linear
     for node in rounded:
-        _round(graph, node)
+        _round(graph, node, function)
     return program.with_graph(graph)
 
 
@@ -99,9 +107,8 @@ def _following(product: fx.Node) -> Iterator[fx.Node]:
             left += node.users
 
 
-def _round(graph: fx.Graph, node: fx.Node) -> None:
+def _round(graph: fx.Graph, node: fx.Node, function: Callable[..., object]) -> None:
     x, weight, *bias = node.args
-    function: Callable[..., object] = fp8_linear
     with graph.inserting_before(node):
         made = infer(graph.call_function(function, (x, weight)), node, same=True)  # type: ignore[arg-type]
         if bias and bias[0] is not None:

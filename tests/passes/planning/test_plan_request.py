@@ -242,7 +242,17 @@ def test_a_file_leaves_out_what_is_as_usual() -> None:
             "prefetch_distance",
         ),
         *("sp", "loss_parallel", "seq"),
-        *("overlap_tp", "offload", "reduce_dtype", "output_dtype", "keep_fp32", "fp8", "actions", "cluster"),
+        *(
+            "overlap_tp",
+            "offload",
+            "reduce_dtype",
+            "output_dtype",
+            "keep_fp32",
+            "fp8",
+            "fp8_recipe",
+            "actions",
+            "cluster",
+        ),
     }
     assert (record["zero"], record["recompute"], record["sharding"]) == (0, "full", {})
     assert gp.Plan.from_json(record) == plan and load_manifest(parts.folder).reshard == plan.reshard
