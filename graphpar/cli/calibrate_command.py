@@ -24,7 +24,7 @@ from graphpar.hardware import this_machine
 from graphpar.runtime.errors import LaunchError
 from graphpar.text import bytes_text, plural, seconds_text
 
-MOST_MEASURED, PATIENCE_S = 8, 5.0
+MOST_MEASURED, PATIENCE_S = 8, 20.0
 """Processes, and the seconds to wait while others use the machine, of the profile that a first compile measures."""
 
 
@@ -50,10 +50,10 @@ def keep_profile(path: Path) -> None:
 
     Where others use the machine, or it can't be measured, nothing is kept, and a line says so.
     """
-    with progress("measuring this machine, once, which takes about ten seconds"):
+    with progress("measuring this machine, once, which takes 10 to 15 seconds"):
         try:
             processes = min(MOST_MEASURED, this_machine.cores() // this_machine.threads())
-            profile = calibrate("cpu", max(1, processes), quick=True, patience_s=PATIENCE_S)
+            profile = calibrate("cpu", max(1, processes), quick=True, patience_s=PATIENCE_S, gives_up=True)
             why = "; ".join(profile.doubts)
             if not why:
                 path.parent.mkdir(parents=True, exist_ok=True)

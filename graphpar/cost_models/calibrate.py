@@ -89,7 +89,12 @@ class Profile:
 
 
 def calibrate(
-    kind: str = "cpu", processes: int | None = None, *, quick: bool = False, patience_s: float = PATIENCE_S
+    kind: str = "cpu",
+    processes: int | None = None,
+    *,
+    quick: bool = False,
+    patience_s: float = PATIENCE_S,
+    gives_up: bool = False,
 ) -> Profile:
     """Measure this machine.
 
@@ -98,9 +103,10 @@ def calibrate(
         processes: ranks that exchange data; by default as many as there are GPUs, or cores for their threads.
         quick: few shapes: seconds instead of a minute, less accurate.
         patience_s: seconds to wait, in all, while others use the machine.
+        gives_up: then measure no more.
 
     Raises:
-        GraphparError: there is no such device here, or not as many.
+        GraphparError: there is no such device here, or not as many; or others use the machine.
     """
     most = _places(kind)
     count = processes if processes is not None else min(most, MOST_PROCESSES)
@@ -108,7 +114,7 @@ def calibrate(
         limit = f"{most} GPUs are here" if kind == "cuda" else f"at most {MOST_PROCESSES} are measured"
         raise GraphparError(f"processes is {count}; it must be at least 1, and {limit}.")
     at_once = tuple(sorted({1, min(count, most)}))
-    rows, disturbed = _measured(Request(at_once, 0.01 if quick else 0.08, quick, patience_s), kind, count)
+    rows, disturbed = _measured(Request(at_once, 0.01 if quick else 0.08, quick, patience_s, gives_up), kind, count)
     return profile_of(rows, _blank(kind, count, most), count, machine(kind), disturbed)
 
 
@@ -152,6 +158,8 @@ def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], f
             folders=[scratch],
         )  # fmt: skip
         found = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    if not found["rows"]:
+        raise GraphparError(f"others use more than {OTHERS:.0%} of the cores")
     return [Row(**{**row, "shape": tuple(row["shape"])}) for row in found["rows"]], found["disturbed"]
 
 

@@ -15,17 +15,24 @@ from graphpar.runtime.distributed import Ranks, gather_objects
 OTHERS = 0.12
 """The share of the cores that other processes may use while something is measured."""
 PEEK_S = 0.1
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""In which the kernel counts what a core did: as much of each is not held against others."""
 _Result = TypeVar("_Result")
+
+
+class Disturbed(Exception):
+    """Others use the machine, and there is no time left to wait."""
 
 
 class Watch:
     """Repeats measurements during which other processes used more than ``OTHERS`` of the cores, for ``patience_s`` seconds in all.
 
-    After that the least disturbed result counts. Every method is a collective call of all ranks, all on one machine.
+    After that the least disturbed result counts, or with ``gives_up`` :class:`Disturbed` is raised. Every method is a
+    collective call of all ranks, all on one machine.
     """
 
-    def __init__(self, ranks: Ranks, patience_s: float) -> None:
-        self.ranks, self.patience_s = ranks, patience_s
+    def __init__(self, ranks: Ranks, patience_s: float, gives_up: bool = False) -> None:
+        self.ranks, self.patience_s, self.gives_up = ranks, patience_s, gives_up
         self.measured = self.disturbed = 0
 
     def undisturbed(self, call: Callable[[], _Result]) -> _Result:
@@ -43,6 +50,8 @@ class Watch:
                 began = time.monotonic()
                 continue
             self.disturbed += least > OTHERS
+            if least > OTHERS and self.gives_up:
+                raise Disturbed
             return best  # type: ignore[return-value]
 
     def _watched(self, call: Callable[[], _Result]) -> tuple[_Result, float, bool]:
@@ -54,7 +63,7 @@ class Watch:
         taken = time.perf_counter() - began
         found = gather_objects((time.process_time() - worked, busy_s() - busy, taken, self.patience_s > 0))
         _, everyone, taken, patient = found[0]
-        return result, (everyone - sum(own for own, *_ in found)) / (taken * _cores()), patient
+        return result, (everyone - sum(own for own, *_ in found)) / (taken * _cores()) - _TICK_S / taken, patient
 
     def _until_quiet(self, began: float) -> None:
         if self.ranks.rank == 0:
@@ -81,4 +90,4 @@ def busy_s() -> float:
         if name in ours:
             user, nice, system, _, _, interrupts, soft, *_ = map(int, counts)
             ticks += user + nice + system + interrupts + soft
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks * _TICK_S

@@ -24,6 +24,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from graphpar.cost_models.contention import Watch
+from graphpar.cost_models.contention import Disturbed, Watch
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.runtime.distributed import Ranks, gather_objects, start
 
@@ -95,13 +96,14 @@ class Request:
         at_once: numbers of ranks that run a case at the same time.
         budget_s: seconds for each case.
         quick: few shapes.
-        patience_s: see :class:`graphpar.cost_models.contention.Watch`.
+        patience_s, gives_up: see :class:`graphpar.cost_models.contention.Watch`.
     """
 
     at_once: tuple[int, ...] = (1,)
     budget_s: float = 0.08
     quick: bool = False
     patience_s: float = 60.0
+    gives_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -479,8 +481,9 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     with start(TIMEOUT_S + request.patience_s) as ranks:
-        watch = Watch(ranks, request.patience_s)
-        rows = measure(request, ranks, watch)
+        watch, rows = Watch(ranks, request.patience_s, request.gives_up), []
+        with suppress(Disturbed):  # without rows
+            rows = measure(request, ranks, watch)
         if ranks.rank == 0:
             found = {"disturbed": watch.disturbed / watch.measured, "rows": [asdict(row) for row in rows]}
             (folder / "rows.json").write_text(json.dumps(found), encoding="utf-8")

@@ -19,11 +19,13 @@ from graphpar.cost_models.repeated_work import repeated_in
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.cost_models.work import Collective
 from graphpar.cost_models.workload import Works
+from graphpar.emitted.fp8 import BLOCK, mxfp8_linear, mxfp8_linear_with_gw_hp
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Block, Program, concrete_shape, operator_name
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.parameter_casts import trains_weight, weight_names
 from graphpar.operators.transitions import SENDS, travelling_beside
 from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.candidates import misfit
@@ -82,7 +84,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
             else predicted_data(plan, compilation.estimate)
         ),
     }
-    slow = [*_dtype_warning(compilation), *_dropout_warning(compilation)]
+    slow = [*_dtype_warning(compilation), *_dropout_warning(compilation), *_gradient_warning(compilation)]
     data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
     state = state_data(program, plan, stages, compilation.program.optimizer)
     if state is not None:
@@ -120,6 +122,23 @@ def _priced_cluster(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
         return {}
     elsewhere = plan.cluster is not None and plan.cluster != cluster
     return {"cluster": str(cluster), **({"made_for": str(plan.cluster)} if elsewhere else {})}
+
+
+def _gradient_warning(compilation: Compilation) -> list[str]:
+    """Return a warning where gradients of weights should be rounded by blocks of tokens, and are not."""
+    local = compilation.sharded.local
+    found: dict[Any, set[str]] = {mxfp8_linear: set(), mxfp8_linear_with_gw_hp: set()}
+    for scope, graph in local.scopes():
+        for node in graph.nodes:
+            if node.target in found and trains_weight(local, scope, node):
+                found[node.target] |= weight_names(local, scope, node)
+    rounded, left = map(len, found.values())
+    if not left:
+        return []
+    return [
+        f"mxfp8: gradients of {left:,} of {plural(rounded + left, 'weight')} are products in bf16, as a rank does not have blocks of "
+        f"{BLOCK} tokens, each of one sequence."
+    ]
 
 
 def _dropout_warning(compilation: Compilation) -> list[str]:

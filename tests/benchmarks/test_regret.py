@@ -128,6 +128,20 @@ def test_without_patience_the_first_counts(alone: Ranks, monkeypatch: pytest.Mon
     assert (watch.measured, watch.disturbed) == (1, 1)
 
 
+def test_without_patience_one_may_give_up(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings(monkeypatch, iter([0.0, 1.0]))
+    with pytest.raises(quiet.Disturbed):
+        Watch(alone, 0.0, gives_up=True).undisturbed(lambda: "disturbed")
+
+
+def test_a_tick_of_each_core_is_no_disturbance(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings(monkeypatch, iter([0.0, 2.0]))
+    monkeypatch.setattr(quiet, "_TICK_S", 1.0)  # as a call that takes no longer than one
+    watch = Watch(alone, 60.0)
+    assert watch.undisturbed(lambda: "short") == "short"
+    assert watch.disturbed == 0
+
+
 def test_work_of_ones_own_is_no_disturbance(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     readings(monkeypatch, iter([0.0, 1.0]))
     own = iter([0.0, 1.0])

@@ -81,7 +81,10 @@ def _program(tokens: int = TOKENS, recipe: str = "mxfp8", flat: bool = False, fr
 
 
 def _recipes(program: gp.Program, **pins: Any) -> dict[str, str]:
-    parts = gp.partition(program, gp.plan(program, **pins))
+    return _recipes_of(gp.partition(program, gp.plan(program, **pins)))
+
+
+def _recipes_of(parts: gp.Parts) -> dict[str, str]:
     return {name: found[0] for name, found in load_manifest(parts.folder).rounded_weights.items()}
 
 
@@ -206,10 +209,13 @@ def test_units_are_given_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gradients_are_rounded_where_blocks_are_of_a_sequence(
     tokens: int, flat: bool, pins: dict[str, Any], rounded: bool
 ) -> None:
-    recipes = _recipes(_program(tokens, flat=flat), **pins)
+    program = _program(tokens, flat=flat)
+    parts = gp.partition(program, gp.plan(program, **pins))
+    recipes = _recipes_of(parts)
 
     assert recipes.keys() == {f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
     assert set(recipes.values()) == {"mxfp8" if rounded else "mxfp8_with_gw_hp"}
+    assert ("gradients of 4 of 4 weights are products in bf16" in str(parts.report["warnings"])) == (not rounded)
 
 
 class _Twice(nn.Module):
