@@ -6,7 +6,8 @@ F.linear(x, self.up.weight.bfloat16())      weight in fp32      a copy in bf16, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, value_of
+from graphpar.ir.program import Function, Program, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.runtime.layout import Shard, Type, divisions
@@ -105,21 +106,29 @@ def rounded_weights(program: Program, stored: Mapping[str, Mapping[str, Type]]) 
             divided otherwise in evaluation.
     """
     found = {} if program.evaluated is None else rounded_weights(program.evaluated, stored)
+    for scope, node, given in _products(program):
+        if (rounding := record_of(node).rounding) is not None:
+            name, steps = weight_of(node, given)
+            if not name:
+                raise GraphparError(f"fp8: the weight of {node.name} is computed; leave its layer out of fp8.")
+            for each in (f"{prefix}{name}" for prefix in program.prefixes(scope)):
+                divided = _divided(node, stored.get(each, {}), steps)
+                if each in found and found[each][1:] != divided:
+                    raise GraphparError(
+                        f"fp8: {each} is divided in two ways where it is multiplied; pin one placement of it, or leave its "
+                        "layer out of fp8."
+                    )
+                found[each] = (rounding.recipe, *divided)  # that of training, which evaluation does not know
+    return found
+
+
+def _products(program: Program) -> Iterator[tuple[str, fx.Node, Mapping[fx.Node, fx.Node]]]:
+    """Yield all products, each with the block that it is in, and what the arguments of its function are, if it is in one."""
     for scope, graph in program.scopes():
         for node in graph.nodes:
-            if (rounding := record_of(node).rounding) is not None:
-                name, steps = weight_of(node)
-                if not name:
-                    raise GraphparError(f"fp8: the weight of {node.name} is computed; leave its layer out of fp8.")
-                for each in (f"{prefix}{name}" for prefix in program.prefixes(scope)):
-                    divided = _divided(node, stored.get(each, {}), steps)
-                    if each in found and found[each][1:] != divided:
-                        raise GraphparError(
-                            f"fp8: {each} is divided in two ways where it is multiplied; pin one placement of it, or "
-                            "leave its layer out of fp8."
-                        )
-                    found[each] = (rounding.recipe, *divided)  # that of training, which evaluation does not know
-    return found
+            inner = node.target.graph.nodes if isinstance(node.target, Function) else ()
+            given = dict(zip(inner, node.args))  # arguments come first
+            yield from ((scope, each, given) for each in inner or (node,) if record_of(each).kind is Kind.PRODUCT)
 
 
 def weight_names(program: Program, scope: str, product: fx.Node) -> set[str]:
@@ -152,12 +161,14 @@ def _divided(product: fx.Node, stored: Mapping[str, Type], steps: Sequence[fx.No
     return tuple(found)
 
 
-def weight_of(product: fx.Node) -> tuple[str, list[fx.Node]]:
+def weight_of(product: fx.Node, given: Mapping[fx.Node, Any] = MappingProxyType({})) -> tuple[str, list[fx.Node]]:
     """Return the name of the parameter that a product multiplies by, perhaps cast, and the collectives between, in order; no name where it
-    follows otherwise."""
+    follows otherwise. ``given``: what the arguments of a function are that the product is in."""
     weight, steps = product.args[1], list[fx.Node]()
     assert isinstance(weight, fx.Node)
-    while weight.op == "call_function" and (record_of(weight).same_value or "transition" in weight.meta):
+    while weight in given or (
+        weight.op == "call_function" and (record_of(weight).same_value or "transition" in weight.meta)
+    ):
         steps += [weight] if "transition" in weight.meta else []
-        weight = weight.all_input_nodes[0]
+        weight = given[weight] if weight in given else weight.all_input_nodes[0]
     return str(weight.target) if weight.op == "get_attr" else "", steps[::-1]

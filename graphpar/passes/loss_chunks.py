@@ -22,6 +22,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
+from graphpar.errors import OptionError
 from graphpar.frontend.fixed_size import TWIN
 from graphpar.ir.program import (
     Chunked,
@@ -97,7 +98,13 @@ def with_chunks(program: Program, tokens: int) -> Program:
     graph.output_node().meta = dict(program.graph.output_node().meta)
     heads = list(_heads(graph))
     most = max((head.classes for head, _ in heads), default=0)
-    for place, region in enumerate(region for head, region in heads if 4 * head.classes >= most):
+    for place, (head, region) in enumerate(each for each in heads if 4 * each[0].classes >= most):
+        rounding = record_of(head.product).rounding
+        if rounding is not None and rounding.weights and tokens % rounding.block:
+            raise OptionError(
+                f"loss_chunk is {tokens}; the gradient of the head is rounded by blocks of {rounding.block} tokens (fp8), so give a "
+                f"multiple of {rounding.block}, or leave the head out of fp8."
+            )
         region.replace(f"head_loss_{place}" if place else "head_loss", tokens)
     remove_dead_code(graph)
     return program.with_graph(graph)

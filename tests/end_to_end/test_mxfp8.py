@@ -23,6 +23,7 @@ from graphpar.errors import GraphparError
 from graphpar.passes.planning.planned import sharded_as
 from graphpar.runtime.layout import coordinates, local_shard
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.option_kinds import FP8_RECIPES
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.rounded_products import RoundedProducts
 from tests.ranks import precision_script
@@ -236,6 +237,22 @@ def test_all_calls_of_a_weight_are_one_recipe() -> None:
     program = gp.export(_Twice(), (torch.randn(8, 32, 32),), dtype="bf16", fp8="**", fp8_recipe="mxfp8")
     assert set(_recipes(program, mesh={"tp": 2}).values()) == {"mxfp8_with_gw_hp"}
     assert verify_all([gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))])[0].ok
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_head_that_is_chosen_rounds_in_chunks_too(recipe: str) -> None:
+    ids, labels = _batch(TOKENS)
+    program = gp.export(
+        _Model(), (ids,), loss_fn=_loss, targets=(labels,), dtype="bf16", fp8="head,**", fp8_recipe=recipe
+    )
+    parts = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}, loss_chunk=96, microbatch_size=2))
+    assert "def head_loss(" in parts.files["blocks.py"] and _recipes_of(parts)["head.weight"] == recipe
+    assert verify_all([parts])[0].ok
+
+    if recipe == "mxfp8":
+        with pytest.raises(GraphparError, match="multiple of 32"):
+            gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}, loss_chunk=48))
 
 
 # ---- options ----------------------------------------------------------------------------------------------------
