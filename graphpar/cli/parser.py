@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import graphpar
@@ -291,12 +290,9 @@ def _estimate(parser: Parser) -> None:
 def _times(text: str) -> float:
     """Read ``0.5x`` or ``0.5``."""
     try:
-        found = float(text.strip().removesuffix("x"))
+        return float(text.strip().removesuffix("x"))
     except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise GraphparError(f"{text!r} is no number of times; write 0.5x for half")
-    return found
+        raise GraphparError(f"{text!r} is no number of times; write 0.5x for half") from None
 
 
 def _what_if(parser: Parser) -> None:
@@ -304,8 +300,12 @@ def _what_if(parser: Parser) -> None:
     parser.add_argument("--network", type=typed(_times), metavar="Kx", help="bandwidth between nodes, or in the only node: 0.5x is half")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="other hardware, of the same kind of device")
     parser.add_argument("--devices", type=count, metavar="N", help="how many devices; replicas are added or left out")
-    for name in ("global_batch", "microbatch_size", "memory_headroom", "mesh"):
-        _add_option(parser, name, options_of(Request)[name])
+    for name, help in (
+        ("global_batch", "examples of a step"), ("microbatch_size", "examples of a microbatch; their number follows"),
+        ("memory_headroom", ""), ("mesh", "degrees that plans must have, as tp=8: of the kept ones, and not others"),
+    ):
+        known = options_of(Request)[name]
+        _add_option(parser, name, replace(known, help=help or known.help))
     _json(parser, "print the answer as one JSON object")
 
 

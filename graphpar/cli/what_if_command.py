@@ -45,8 +45,8 @@ def _kept(path: Path, plan: Plan) -> KeptPlans:
     file = path.parent / KEPT_PLANS
     if path.name != "plan.json" or not file.is_file():
         raise GraphparError(
-            f"There is no {KEPT_PLANS} next to {path}: a search writes it into the folder of its program, as `graphpar compile MODEL "
-            "--devices N` does."
+            f"There is no {KEPT_PLANS} next to {path}: a search writes it into the folder of its program. Make one with `graphpar compile "
+            "MODEL --devices N -o OUT`, without a plan, and give OUT."
         )
     with reading_report(file):
         kept = KeptPlans.from_json(read_record(file)[1])

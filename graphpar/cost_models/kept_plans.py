@@ -9,8 +9,9 @@ recomputations that were measured are tried where its own does not fit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
@@ -227,7 +228,7 @@ def what_if(kept: KeptPlans, change: Change) -> Answer:
     cluster, batch = change.on(kept.cluster), change.global_batch or kept.global_batch
     prices, chosen = _Prices(kept, cluster), kept.plans[0]
     before = _Prices(kept, kept.cluster).priced(chosen, chosen.mesh, chosen.layout, exact=True)
-    found: list[Repriced] = []
+    found: list[tuple[Repriced, Callable[[], Repriced]]] = []  # each with what prices all of its microbatches
     same: Repriced | None = None
     for plan in kept.plans:
         mesh = _scaled(plan.mesh, cluster.size)
@@ -235,10 +236,10 @@ def what_if(kept: KeptPlans, change: Change) -> Answer:
             continue
         for layout in _layouts(kept, plan, mesh, batch, change.microbatch_size):
             try:
-                priced = prices.fitted(plan, mesh, layout)
+                how, priced = prices.fitted(plan, mesh, layout)
             except GraphparError:  # no legal schedule of so many microbatches
                 continue
-            found.append(priced)
+            found.append((priced, partial(prices.priced, plan, mesh, layout, how, exact=True)))
             if plan is chosen and layout.microbatch_size == chosen.layout.microbatch_size:
                 same = prices.priced(plan, mesh, layout, exact=True)
     if not found:
@@ -247,12 +248,18 @@ def what_if(kept: KeptPlans, change: Change) -> Answer:
             f"{' with this mesh' if change.mesh else ''}: only microbatches and replicas are changed; compile the model for it."
         )
     ranked = sorted(
-        found, key=lambda each: (not each.fits, max(0, each.estimate.missing_bytes), each.estimate.step_time_s)
+        found,
+        key=lambda each: (
+            not each[0].fits,
+            max(0, each[0].estimate.missing_bytes),
+            each[0].estimate.step_time_s,
+        ),
     )
-    best = ranked[0] if ranked[0].fits else None
-    if best is not None and same is not None and same.fits and _equal(best.estimate, same.estimate):
-        best = same
-    return Answer(cluster, batch, before, same, best, tuple(ranked), time.perf_counter() - began)
+    (first, exactly), best = ranked[0], None
+    if first.fits:
+        best = same if same is not None and same.fits and _equal(first.estimate, same.estimate) else exactly()
+    plans = tuple(priced for priced, _ in ranked)
+    return Answer(cluster, batch, before, same, best, plans, time.perf_counter() - began)
 
 
 def _equal(first: Estimate, second: Estimate) -> bool:
@@ -307,13 +314,13 @@ class _Prices:
         estimate = self.of(plan, mesh, units).estimate(layout, exact=exact)
         return Repriced(mesh, layout, plan.recompute if how is None else how, plan.execution.zero, estimate)
 
-    def fitted(self, plan: KeptPlan, mesh: Mesh, layout: Layout) -> Repriced:
-        """Price the plan with the recomputation that is the fastest that fits: its own, or one of the others for all blocks."""
+    def fitted(self, plan: KeptPlan, mesh: Mesh, layout: Layout) -> tuple[str | None, Repriced]:
+        """Price the plan with the recomputation that is the fastest that fits: its own (None), or one of the others for all blocks."""
         room, ways = self.cluster.room_bytes, [None, *plan.others]
         needs = {
             how: max(self.of(plan, mesh, plan.units if how is None else plan.others[how]).totals(layout))
             for how in ways
         }
         able = [how for how in ways if needs[how] <= room] or [min(ways, key=needs.__getitem__)]
-        found = [self.priced(plan, mesh, layout, how) for how in able]
-        return min(found, key=lambda each: (max(0, each.estimate.missing_bytes), each.estimate.step_time_s))
+        found = [(how, self.priced(plan, mesh, layout, how)) for how in able]
+        return min(found, key=lambda each: (max(0, each[1].estimate.missing_bytes), each[1].estimate.step_time_s))

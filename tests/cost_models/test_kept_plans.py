@@ -140,7 +140,8 @@ def test_python_and_the_command_line_give_the_same_answer(
     assert "times the rows a second" in capsys.readouterr().out
     for arguments, why in (
         ([str(folder)], "Give what is to be different"),
-        ([str(folder), "--network", "0"], "no number of times"),
+        ([str(folder), "--network", "0"], "must be a number above 0"),
+        ([str(folder), "--network", "half"], "no number of times"),
         ([str(folder), "--devices", "2.5"], "whole number"),
     ):
         assert main(["what-if", *arguments]) == 2
