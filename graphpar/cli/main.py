@@ -39,6 +39,18 @@ from graphpar.runtime.errors import NO_ROOM, LaunchError, RuntimeProgramError
 from graphpar.text import listed
 
 
+def command() -> int:
+    """Run one command as a process of its own; returns its exit code.
+
+    Graphs are many objects that live as long as a command, and scanning them again and again is slow, so garbage is
+    collected rarely, and not when the process ends.
+    """
+    gc.set_threshold(400_000, 50, 100)
+    code = main()
+    gc.freeze()
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     prepare_streams()
@@ -49,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.written = []  # what a command writes, it adds
     try:
         with _ended_by_signals():
-            with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections():
+            with stdout_to_stderr() if options.json else contextlib.nullcontext():
                 module, _, function = COMMANDS[options.command].function.partition(".")
                 result: Result = getattr(importlib.import_module(f"graphpar.cli.{module}"), function)(options)
             with writing_stdout():
@@ -108,18 +120,6 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: graphs are many objects that live as long as a command, and scanning them again and again
-    is slow."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def _finite(data: Any) -> Any:
     """``data`` with infinities and NaN as words, since JSON has no such numbers."""
     if isinstance(data, dict):
@@ -148,4 +148,4 @@ def _failed(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -39,7 +39,8 @@ from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
 
 _SplitPoints = tuple[tuple[int, SplitAt], ...]
-_Signature = tuple[Hashable, ...]
+_Signature = tuple[int, tuple[str | None, ...]]
+"""The number of a stage's :func:`_operators`, and how each block that it calls is recomputed."""
 _Memories = dict[_Signature, Callable[[], UnitMemory]]
 
 
@@ -111,6 +112,8 @@ class RankUnits:
     def __init__(self, program: Program, degrees: Mapping[str, int], like: RankUnits | None = None) -> None:
         self.program, self.degrees = program, degrees
         self._split_points: dict[tuple[SplitAt, ...], _SplitPoints] = {}
+        self._parts: dict[_SplitPoints, _Parts] = {}
+        self._numbers: dict[tuple[Hashable, ...], int] = {} if like is None else like._numbers
         self._memories: dict[tuple[str, bool], _Memories] = (
             {} if like is None else like._memories
         )  # equal units have equal ones, whatever else there is
@@ -154,27 +157,53 @@ class RankUnits:
         key = how, self._split_points[required]  # pinned split points may be among those found anyway
         if key not in self._measured:
             memories = self._memories.setdefault((how.device, how.recasts), {})
-            self._measured[key] = _Measured(self.program, self.degrees, how, key[1], memories)
+            if key[1] not in self._parts:
+                self._parts[key[1]] = _Parts(self.program, key[1], self._numbers)
+            self._measured[key] = _Measured(self.program, self.degrees, how, self._parts[key[1]], memories)
         return self._measured[key]
 
 
+class _Parts:
+    """A lowered program between ``split_points``, and what does not depend on how it runs.
+
+    Args:
+        numbers: those that are known of stages' operators.
+    """
+
+    def __init__(self, program: Program, split_points: _SplitPoints, numbers: dict[tuple[Hashable, ...], int]) -> None:
+        positions = [position for position, _ in split_points]
+        self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
+        self.stages, self.whole = split(program, positions), split(program, [])[0]
+        self.names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
+        self.inputs = [_inputs(program, stage) for stage in self.stages]
+        self.sends = [_sends(program, stage) for stage in self.stages]
+        self.caches = [_cache(program, stage) for stage in self.stages]
+        self.calls = [
+            [str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in self.stages
+        ]
+        self.numbers = [numbers.setdefault(_operators(program, stage), len(numbers)) for stage in self.stages]
+
+
 class _Measured:
-    """The units of a lowered program between ``split_points``, and what was measured of them, however their blocks are recomputed."""
+    """The units of a lowered program between split points, and what was measured of them, however their blocks are recomputed."""
 
     def __init__(
         self,
         program: Program,
         degrees: Mapping[str, int],
         how: _How,
-        split_points: _SplitPoints,
+        parts: _Parts,
         memories: _Memories,
     ) -> None:
-        positions = [position for position, _ in split_points]
-        self.program, self.degrees, self.device, self.memories = program, degrees, how.device, memories
-        self.stages = split(program, positions)
-        self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
+        self.program, self.degrees, self.device, self.memories, self.parts = (
+            program,
+            degrees,
+            how.device,
+            memories,
+            parts,
+        )
         # Seconds are those of the program that is printed; its memory is that of the collectives and products by themselves.
-        noted, self.noted = with_joined(program, self.stages, whole=how.joined, rings=how.rings)
+        noted, self.noted = with_joined(program, parts.stages, whole=how.joined, rings=how.rings)
         self.works = Works(
             noted, degrees, fused=how.fused, gradient_bytes=how.gradient_bytes, compiled=how.compiled, recasts=how.recasts,
             travelling=how.travelling,
@@ -184,19 +213,15 @@ class _Measured:
         working = working_dtypes(program) if program.mode == "train" else {}
         self.recomputations = Recomputations(program, degrees, how.device)
         self.kinds: dict[tuple[_Signature, frozenset[str]], UnitClass] = {}
-        names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
-        holders = Counter(name for each in names for name in each)
+        holders = Counter(name for each in parts.names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        together = unit_of_each(program, split(program, [])[0], how.units)
+        together = unit_of_each(program, parts.whole, how.units)
         read = _read_in_backward(program)
         self.held = [
-            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in self.stages
+            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in parts.stages
         ]
-        gathered = [{together.get(name) for name in each} - {None} for each in names]
+        gathered = [{together.get(name) for name in each} - {None} for each in parts.names]
         self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
-        self.inputs = [_inputs(program, stage) for stage in self.stages]
-        self.sends = [_sends(program, stage) for stage in self.stages]
-        self.caches = [_cache(program, stage) for stage in self.stages]
 
     def units(self, blocks: Iterable[tuple[str, str]]) -> list[Unit]:
         """Return the units, in order, where ``blocks`` says how blocks are recomputed; equal ones are of one class."""
@@ -205,22 +230,22 @@ class _Measured:
             self.program, self.degrees, device=self.device, even_experts=True, recomputed=recomputed, casts=self.casts
         )
         shared: set[str] = set()
-        units = []
-        for number, (stage, (position, point)) in enumerate(zip(self.stages, self.begins)):
+        units, parts = [], self.parts
+        kinds = {path: how.kind for path, how in recomputed.items()}
+        for number, (stage, (position, point)) in enumerate(zip(parts.stages, parts.begins)):
             noted, again = self.noted[number], shared & set(stage.recomputed)
-            signature = _signature(self.program, stage, recomputed)
+            signature = parts.numbers[number], tuple(map(kinds.get, parts.calls[number]))
             key = signature, frozenset(again)
             if key not in self.kinds:
                 measure = self.memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
                 plain = {path for path, how in recomputed.items() if not how.compiles}
                 shards = {path for path, how in recomputed.items() if how.gathers}
                 work = self.works.of(noted.graph, again, plain, shards)
-                self.kinds[key] = UnitClass(work, self.sends[number], measure, self._repeated(noted, recomputed))
+                self.kinds[key] = UnitClass(work, parts.sends[number], measure, self._repeated(noted, recomputed))
             shared |= set(stage.recomputed)
             held, buffers = self.held[number]
-            kind, inputs, cache = self.kinds[key], self.inputs[number], self.caches[number]
-            joins = self.joins[number]
-            calls = any(node.op == "call_module" for node in stage.graph.nodes)
+            kind, inputs, cache = self.kinds[key], parts.inputs[number], parts.caches[number]
+            joins, calls = self.joins[number], bool(parts.calls[number])
             units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins, calls))
         return units
 
@@ -252,7 +277,7 @@ def _read_in_backward(program: Program) -> set[str]:
     return {name for name in own if read.get(name, True)}
 
 
-def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> _Signature:
+def _operators(program: Program, stage: Stage) -> tuple[Hashable, ...]:
     """Return a key that is equal for stages that do the same work: their operators, shapes, and data flow."""
     places = {node: place for place, node in enumerate(stage.graph.nodes)}
     rows = []
@@ -262,8 +287,7 @@ def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomput
         shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
         info = program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         frozen = node.op == "get_attr" and not (info is not None and info.requires_grad)
-        how = recomputed.get(str(node.target)) if node.op == "call_module" else None
-        rows.append((node.op, target, how and how.kind, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
+        rows.append((node.op, target, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
     sides = [tuple(boundary.requires_grad for boundary in side) for side in (stage.receives, stage.sends)]
     return tuple(rows), *sides
 

@@ -15,7 +15,7 @@ when it starts, and their results are sent when the whole pair has ended.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -31,6 +31,8 @@ Nodes: TypeAlias = NDArray[np.int64]
 
 KIND_ORDER = (*COMPUTATIONS, *STATE)  # an action's price is number kind * stages + stage
 _SENDING = ("F", "B", "I")
+_FORWARD = KIND_ORDER.index("F")
+_IS_BACKWARD = np.array([kind in ("B", "I", "W") for kind in KIND_ORDER])
 START = 0  # the node that has always ended
 
 
@@ -56,6 +58,7 @@ class Order:
     actions_of: tuple[Nodes, ...]  # the nodes of each rank's actions
     steps_of: tuple[list[int], ...]
     carried: tuple[Action, ...]  # for each transfer, in the order of the nodes, the action whose result it carries
+    _ends: dict[int, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict, init=False)
 
     @property
     def stages(self) -> int:
@@ -66,6 +69,15 @@ class Order:
     def splits_backwards(self) -> bool:
         """Whether weight halves of backwards run apart."""
         return bool((self.price // self.stages == KIND_ORDER.index("W")).any())
+
+    def ends_of(self, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return for each stage of ``rank`` the place of its first forward among the rank's actions, and of its last backward."""
+        if rank not in self._ends:
+            kinds, stages = np.divmod(self.price[self.actions_of[rank]], self.stages)
+            forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(_IS_BACKWARD[kinds])
+            first = dict(zip(stages[forwards[::-1]].tolist(), forwards[::-1].tolist()))  # of several the last counts
+            self._ends[rank] = first, dict(zip(stages[backwards].tolist(), backwards.tolist()))
+        return self._ends[rank]
 
     @property
     def first_transfer_price(self) -> int:

@@ -8,6 +8,7 @@ that would be taken, and the fourth the memory of each rank.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -85,6 +86,8 @@ class StepBounds:
             return candidate.bound
         state, kept, _ = pricing.bytes.least(candidate.microbatch_size)
         room = self.prices.cluster.room_bytes * sum(1 / number for number in together)
+        if state / max(together) >= room:
+            return math.inf  # whatever is saved, so nothing is measured
         missing = kept - (room - state / max(together)) / (1 + ALLOCATOR_SLACK)
         if missing <= 0:
             return candidate.bound

@@ -436,9 +436,10 @@ class Planner:
     def _faster(self, chosen: Priced, found: Explored, misfits: Sequence[Priced]) -> tuple[Priced, ...]:
         """Return the candidates nearest to fitting, on meshes on which nothing fits, that would be faster than ``chosen``."""
         smallest: dict[Mesh, Candidate] = {}
-        for candidate in sorted(found.hopeless, key=lambda each: (self.bounds.least_bytes(each), each.key)):
-            if candidate.mesh not in found.best and candidate.bound < chosen.estimate.step_time_s:
-                smallest.setdefault(candidate.mesh, candidate)
+        faster = [each for each in found.hopeless if each.bound < chosen.estimate.step_time_s]
+        without = [each for each in faster if each.mesh not in found.best]
+        for candidate in sorted(without, key=lambda each: (self.bounds.least_bytes(each), each.key)):
+            smallest.setdefault(candidate.mesh, candidate)
         first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
         others = [each for each in misfits if each.candidate.mesh not in found.best] + [
             found.noted(self.fitting.price(candidate)) for candidate in first
