@@ -273,6 +273,7 @@ class Pricing:
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),
             spreads_s=spreads(parts, self._nodes, self.cluster.device == DEVICES["CPU"]),
+            exact=exact or self.mesh.pp == 1 or self._few(layout) is None,
         )
 
     @property

@@ -36,7 +36,7 @@ from graphpar.runtime.options import decided
 from graphpar.schedules.action_table import ActionTable, format_table, forwards, parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Timeline, simulate
-from graphpar.text import bytes_text, compressed, plural, seconds_text
+from graphpar.text import bytes_text, compressed, joined, numbered_runs, plural, seconds_text
 
 _WORTH_IT = 0.9
 """A dtype is advised where it takes at most this share of the step's time."""
@@ -238,7 +238,7 @@ def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
                     "block": block.name,
                     "kind": kind,
                     "count": len(paths),
-                    "paths": paths,
+                    "paths": numbered_runs(paths),
                     "again": _again(block, how),
                     "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
                     "collectives": sum(times for _, times in sent),
@@ -394,6 +394,14 @@ NO_SEARCH: Mapping[str, Any] = {
 """The ``search`` entry where nothing was searched: the plan or its mesh was given."""
 
 
+def _placements(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return the placements of parameters, of equal layers once: what ``parameters`` of a plan's JSON says of each."""
+    specs = (
+        (name, tuple((axis, str(kind)) for axis, kind in spec.items())) for name, spec in plan.parameters().items()
+    )
+    return {name: dict(spec) for name, spec in joined(specs)}
+
+
 def compile_json(
     data: Mapping[str, Any], plan: Planned, seconds: Mapping[str, float], out: str | None
 ) -> dict[str, Any]:
@@ -405,6 +413,7 @@ def compile_json(
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
+        "placements": _placements(plan),
         **({"alone": data["alone"]} if "alone" in data else {}),
         "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
         "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
