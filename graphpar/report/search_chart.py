@@ -72,7 +72,7 @@ def bounded_text(plan: Mapping[str, Any]) -> str:
 def plans_rows(plans: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return the rows of the table of plans: the chosen one, the Pareto front, and the fastest, :data:`LISTED` in all."""
     order = sorted(range(len(plans)), key=lambda place: (not plans[place]["chosen"], not plans[place]["best"], place))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for plan in (plans[place] for place in sorted(order[:LISTED])):
         kind = ", ".join(name for name, key in (("chosen", "chosen"), ("Pareto", "best")) if plan[key])
         why = plan.get("why_not") or ("" if plan["fits"] else "does not fit")

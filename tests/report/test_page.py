@@ -21,10 +21,12 @@ import graphpar as gp
 from graphpar.passes.planning.candidates import BOUNDED, COLUMNS, POINTS, Point, SearchResult
 from graphpar.report.memory_chart import (
     KINDS,
+    ROWS,
     Level,
     memory_over_time,
     memory_time_key,
     memory_time_svg,
+    stacks_of,
 )
 from graphpar.report.report import html, timeline_of
 from graphpar.report.search_chart import LISTED, bounded_of, plans_of, plans_rows
