@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
+from typing import Any
 
 from markupsafe import Markup
 
-from graphpar.report.trace import COLLECTIVE, IDLE, TRANSFER, StepSpan, beside, step_spans
+from graphpar.cost_models.timelines import StageEstimate
+from graphpar.report.trace import COLLECTIVE, IDLE, TRANSFER, StepSpan, lanes, step_spans
 from graphpar.schedules.action_table import KINDS
 from graphpar.schedules.simulation import CLOSINGS, Timeline
-from graphpar.text import rate_text, seconds_text
+from graphpar.text import bytes_text, rate_text, seconds_text
 
 WHOLE = 100_000
 """The length of the step on the x axis of inner SVGs."""
@@ -60,38 +63,42 @@ def round_step(target: float) -> float:
 # ---- the timeline ----------------------------------------------------------------------------------------------
 
 COLORS = {"F": "#2f78b7", "B": "#c9701f", "I": "#a8851a", "W": "#46875a", "UNSHARD": "#6264c4", "REDUCE_GRAD": "#a05195",
-          "gradients": "#a05195", "optimizer": "#6b7885", "parameters": "#6264c4", COLLECTIVE: "#b0305c", TRANSFER: "#c9a9b4",
+          "gradients": "#a05195", "optimizer": "#6b7885", "parameters": "#6264c4", "tp": "#b0305c", "cp": "#d4822a", "ep": "#1f8a8a",
+          "dp_expert": "#7a9a01", "dp_shard": "#7d6bc9", "dp_replicate": "#a8447f", COLLECTIVE: "#8c6d31", TRANSFER: "#c9a9b4",
           IDLE: "#8a97a433"}  # fmt: skip
-"""Colors of spans by kind, in the order of the legend."""
+"""Colors of spans by kind, of collectives inside actions by axis, in the order of the legend."""
 _WORDS = {kind: words for kind, (_, words) in (KINDS | CLOSINGS).items()} | {
     TRANSFER: "waits for a transfer",
     IDLE: "idle",
 }
 _LABELLED = 3000
 """With more spans than this, a row's spans of one kind are one shape, so that the page stays small."""
-_HEIGHT, _BESIDE, _GAP, _AXIS = 22, 5, 6, 18
-"""Of a row, of what runs beside it, between rows, and of the axis, in pixels."""
+_HEIGHT, _LANE, _GAP, _AXIS = 22, 6, 6, 18
+"""Of a row, of each of the lanes of collectives below it, between rows, and of the axis, in pixels."""
+_BY_STATE = ("dp_shard", "dp_replicate")
+"""The axes whose collectives have the lower lane; the upper one has those of axes that divide what a microbatch computes."""
 
 
-def timeline_svg(timeline: Timeline, names: Sequence[str], several: bool, seconds: bool) -> Markup:
-    """Draw a row for each pp group with its name, and every span of it, in time from left to right.
-
-    Args:
-        several: label actions with their stage.
-        seconds: times are in seconds; draw an axis of them.
-    """
-    rows, hidden = step_spans(timeline), beside(timeline)
-    pitch = _HEIGHT + (_BESIDE + 1 if any(hidden) else 0) + _GAP
+def timeline_svg(timeline: Timeline, names: Sequence[str], data: Mapping[str, Any]) -> Markup:
+    """Draw a row for each pp group with its name, and every span of it, in time from left to right; below it two lanes with all its
+    collectives, those that computation hides, too. With a prediction times are in seconds, and have an axis."""
+    rows, several, seconds = step_spans(timeline), len(data["stages"]) > data["mesh"]["pp"], bool(data.get("predicted"))
+    below = _lanes(timeline, data)
+    pitch = _HEIGHT + sum(_LANE + 1 for lane in below if any(lane)) + _GAP
     left, whole = left_of(names), timeline.length or 1.0
     shown = [[span for span in row if span.length > 0] for row in rows]
     few = sum(map(len, shown)) <= _LABELLED
     inner, labels = [], []
     for number, row in enumerate(shown):
         top = number * pitch
-        shapes = _boxes(row, top, _HEIGHT, whole, several, seconds) if few else _shapes(row, top, whole)
+        sizes = partial(_sizes, data, number)
+        shapes = _boxes(row, top, _HEIGHT, whole, several, sizes, seconds) if few else _shapes(row, top, _HEIGHT, whole)
         inner.append(f'<g class="row">{"".join(shapes)}</g>')
         labels += _labels(row, top, left, whole, several) if few else []
-        inner += _boxes(hidden[number], top + _HEIGHT + 1, _BESIDE, whole, several, seconds) if any(hidden) else []
+        top += _HEIGHT + 1
+        for lane in (lane[number] for lane in below if any(lane)):
+            inner += _boxes(lane, top, _LANE, whole, False, sizes, seconds) if few else _shapes(lane, top, _LANE, whole)
+            top += _LANE + 1
     tall = len(rows) * pitch
     named = "".join(
         f'<text class="axis" x="0" y="{n * pitch + _HEIGHT - 7}">{name}</text>' for n, name in enumerate(names)
@@ -104,17 +111,61 @@ def timeline_svg(timeline: Timeline, names: Sequence[str], several: bool, second
     )
 
 
-def timeline_key(timeline: Timeline) -> Markup:
+def _lanes(timeline: Timeline, data: Mapping[str, Any]) -> list[list[list[StepSpan]]]:
+    """Return the spans of both lanes of each row."""
+    if not data.get("predicted"):
+        return []
+    rows = lanes(timeline, [StageEstimate.from_json(stage) for stage in data["predicted"]["stages"]])
+    return [[[span for span in row if (span.axis in _BY_STATE) == state] for row in rows] for state in (False, True)]
+
+
+def timeline_key(timeline: Timeline, data: Mapping[str, Any]) -> Markup:
     """Explain the colors of the timeline."""
-    rows = (*step_spans(timeline), *beside(timeline))
-    kinds = {span.kind for row in rows for span in row if span.length > 0}
-    axes = ", ".join(dict.fromkeys(span.axis for row in rows for span in row if span.kind == COLLECTIVE))
-    words = _WORDS | {COLLECTIVE: f"collectives inside actions ({axes})"}
-    return legend((COLORS[kind], words[kind]) for kind in COLORS if kind in kinds)
+    rows = (*step_spans(timeline), *(row for lane in _lanes(timeline, data) for row in lane))
+    kinds = {_kind(span) for row in rows for span in row if span.length > 0}
+    return legend((COLORS[kind], _words(kind)) for kind in COLORS if kind in kinds)
 
 
-def _boxes(row: Iterable[StepSpan], top: int, height: int, whole: float, several: bool, seconds: bool) -> list[str]:
-    """Draw each span as a box with what it is, how long it takes, and from when."""
+def _kind(span: StepSpan) -> str:
+    """Return the kind of a span, for a collective inside an action its axis."""
+    return span.kind if span.kind != COLLECTIVE else span.axis if span.axis in COLORS else COLLECTIVE
+
+
+def _words(kind: str) -> str:
+    return _WORDS.get(kind) or ("other collectives" if kind == COLLECTIVE else f"{kind} collectives inside actions")
+
+
+def _sizes(data: Mapping[str, Any], row: int, span: StepSpan) -> str:
+    """Say how many bytes a span of a row sends, where that is known."""
+    if span.kind in ("gradients", "parameters"):
+        closing = data["predicted"]["closings"][row]
+        nbytes, what = closing.get("reduced_bytes" if span.kind == "gradients" else "gathered_bytes", 0), "of"
+    elif span.action is None or span.kind not in ("F", "B", "I", COLLECTIVE):
+        return ""
+    else:
+        stages, number, forward, what = data["stages"], span.action.stage, span.action.kind == "F", "sends"
+        if span.kind == COLLECTIVE:
+            sent = stages[number].get("collectives", {}).get("forward" if forward else "backward", {})
+            nbytes = sent.get(span.axis, 0)
+        elif forward:
+            nbytes = sum(value["bytes"] for value in stages[number]["sends"])
+        else:
+            nbytes = (
+                sum(value["bytes"] for value in stages[number - 1]["sends"] if value["requires_grad"]) if number else 0
+            )
+    return f", {what} {bytes_text(nbytes)}" if nbytes else ""
+
+
+def _boxes(
+    row: Iterable[StepSpan],
+    top: int,
+    height: int,
+    whole: float,
+    several: bool,
+    sizes: Callable[[StepSpan], str],
+    seconds: bool,
+) -> list[str]:
+    """Draw each span as a box with what it is, how long it takes, from when, and what it sends."""
     scale, found = WHOLE / whole, []
     for span in row:
         takes = f"{span.length / whole:.2%} of the step"
@@ -122,20 +173,21 @@ def _boxes(row: Iterable[StepSpan], top: int, height: int, whole: float, several
             takes = f"{seconds_text(span.length)}, from {seconds_text(span.start)}"
         found.append(
             f'<rect x="{span.start * scale:.1f}" y="{top}" width="{span.length * scale:.1f}" height="{height}" '
-            f'fill="{COLORS[span.kind]}" data-n="{_label(span, several)}"><title>{escape(f"{span.words}: {takes}")}</title></rect>'
+            f'fill="{COLORS[_kind(span)]}" data-n="{_label(span, several)}">'
+            f"<title>{escape(f'{span.words}: {takes}{sizes(span)}')}</title></rect>"
         )
     return found
 
 
-def _shapes(row: Sequence[StepSpan], top: int, whole: float) -> list[str]:
+def _shapes(row: Iterable[StepSpan], top: int, height: int, whole: float) -> list[str]:
     """Draw one shape for each kind of span: lines as wide as the row."""
-    scale, middle = WHOLE / whole, top + _HEIGHT / 2
+    scale, middle = WHOLE / whole, top + height / 2
     outlines: dict[str, list[str]] = {}
     for span in row:
         x, end = round(span.start * scale), round(span.end * scale)
-        outlines.setdefault(span.kind, []).append(f"M{x} {middle}h{max(1, end - x)}")
+        outlines.setdefault(_kind(span), []).append(f"M{x} {middle}h{max(1, end - x)}")
     return [
-        f'<path stroke="{COLORS[kind]}" stroke-width="{_HEIGHT}" data-w="{_WORDS.get(kind, kind)}" d="{"".join(outlines[kind])}"/>'
+        f'<path stroke="{COLORS[kind]}" stroke-width="{height}" data-w="{_words(kind)}" d="{"".join(outlines[kind])}"/>'
         for kind in COLORS
         if kind in outlines
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.timelines import StageEstimate
 from graphpar.hardware.cluster import HEADROOM
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.plan_request import on_one_device
@@ -36,7 +37,7 @@ from graphpar.report.report import (
     trace,
     with_alone,
 )
-from graphpar.report.trace import step_spans
+from graphpar.report.trace import lanes, step_spans
 from graphpar.runtime.plan_record import decisions_of
 from graphpar.schedules.action_table import COMPUTATIONS
 from graphpar.schedules.registry import bubble_warning
@@ -376,6 +377,11 @@ def check_spans(data: dict[str, Any], timeline: Timeline, slices: list[dict[str,
     expected |= {"transfer": parts.get("pp", 0.0), "work": parts["compute"] + parts.get("host", 0.0)}
     if "turns" not in parts:
         assert {name: found.get(name, 0.0) for name in expected} == pytest.approx(expected, abs=1e-9 * step)
+    sent: dict[str, float] = {}
+    for span in lanes(timeline, [StageEstimate.from_json(stage) for stage in predicted["stages"]])[rows.index(busiest)]:
+        sent[span.axis] = sent.get(span.axis, 0.0) + span.length
+    expected = {axis: seconds for axis, seconds in predicted["communication_s"].items() if axis != "pp" and seconds}
+    assert sent == pytest.approx(expected, rel=1e-6, abs=1e-9 * step)
     ranks = memory_over_time(data, timeline)
     assert ranks is not None
     for levels, parts_of_rank, peak in zip(ranks, predicted["memory"], predicted["peak_memory_bytes"], strict=True):
