@@ -14,7 +14,7 @@ from typing import Any
 _NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)(?:-(?P<last>\d+))?")
 _LAST_NUMBER = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)(?P<tail>(?:\.[^\d.][^.]*)*)")
 """A path, with the last of its levels that is a number, such as that of a layer."""
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"\{(\d+)-(\d+)\}")
 
 
 _TIMES, _FLOPS = ("ns", "us", "ms", "s"), ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
@@ -193,7 +193,7 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """List the paths that a pattern matches, in their order.
 
     Dots separate levels. Within a level ``*``, ``?`` and ``[...]`` are as in ``fnmatch``; a level ``**`` stands for any number
-    of levels, none included, and a level ``4-7`` for these numbers. A pattern that is itself one of the paths matches only that one.
+    of levels, none included, and a level ``{4-7}`` for these numbers. A pattern that is itself one of the paths matches only that one.
     """
     known = list(paths)
     if pattern in known:
@@ -274,7 +274,7 @@ def kinds_text(recompute: str | Mapping[str, str]) -> str:
         return recompute
     by_kind: dict[str, list[str]] = {}
     for path, kind in recompute.items():
-        by_kind.setdefault(kind, []).append(path)
+        by_kind.setdefault(kind, []).append(path.replace("{", "").replace("}", ""))  # as of layers.{0-9}
     return "; ".join(f"{kind} of {', '.join(numbered_runs(paths))}" for kind, paths in by_kind.items()) or "none"
 
 

@@ -33,10 +33,11 @@ from graphpar.report.redistributions import sharding_data
 from graphpar.report.state import state_data
 from graphpar.runtime.option_kinds import GENERATE, STEPS
 from graphpar.runtime.options import decided
+from graphpar.runtime.records import packed
 from graphpar.schedules.action_table import ActionTable, format_table, forwards, parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Timeline, simulate
-from graphpar.text import bytes_text, compressed, joined, numbered_runs, plural, seconds_text
+from graphpar.text import bytes_text, compressed, numbered_runs, plural, seconds_text
 
 _WORTH_IT = 0.9
 """A dtype is advised where it takes at most this share of the step's time."""
@@ -414,14 +415,6 @@ NO_SEARCH: Mapping[str, Any] = {
 """The ``search`` entry where nothing was searched: the plan or its mesh was given."""
 
 
-def _placements(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return the placements of parameters, of equal layers once: what ``parameters`` of a plan's JSON says of each."""
-    specs = (
-        (name, tuple((axis, str(kind)) for axis, kind in spec.items())) for name, spec in plan.parameters().items()
-    )
-    return {name: dict(spec) for name, spec in joined(specs)}
-
-
 def compile_json(
     data: Mapping[str, Any], plan: Planned, seconds: Mapping[str, float], out: str | None
 ) -> dict[str, Any]:
@@ -433,7 +426,7 @@ def compile_json(
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
-        "placements": _placements(plan),
+        "placements": packed(plan.to_json()["parameters"]),
         **({"alone": data["alone"]} if "alone" in data else {}),
         "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
         "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
