@@ -245,6 +245,8 @@ def memory_svg(predicted: Mapping[str, Any], names: Sequence[str], height: int =
                 box = f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height}" fill="{color}"/>'
                 shapes.append(f"<g><title>{tip}</title>{box}</g>")
             x += wide
+        line = left + capacity * scale
+        x = line if near and x - 5 < line < x + 60 else x  # beside the line of the device's memory, not on it
         shapes.append(f'<text class="axis" x="{x + 5:.1f}" y="{top + height - 5}">{bytes_text(peak)}</text>')
     tall = len(peaks) * (height + gap)
     limit = f'<path class="limit" d="M{left + capacity * scale:.1f} 0v{tall}"/>' if near else ""
