@@ -268,16 +268,6 @@ def joined(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Any]]:
     return [(f"{head}{indices_text(range(first, last + 1))}{tail}", value) for head, first, last, tail, value in runs]
 
 
-def kinds_text(recompute: str | Mapping[str, str]) -> str:
-    """Write what a plan recomputes: ``full``, or ``budget:0.4 of layers.0-9``."""
-    if isinstance(recompute, str):
-        return recompute
-    by_kind: dict[str, list[str]] = {}
-    for path, kind in recompute.items():
-        by_kind.setdefault(kind, []).append(path.replace("{", "").replace("}", ""))  # as of layers.{0-9}
-    return "; ".join(f"{kind} of {', '.join(numbered_runs(paths))}" for kind, paths in by_kind.items()) or "none"
-
-
 def json_text(value: Any, indent: int = 0, width: int = 120) -> str:
     """Write JSON with a line for each value that fits in one, and lists of texts and numbers in filled lines."""
     flat = json.dumps(value)

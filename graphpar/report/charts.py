@@ -97,7 +97,8 @@ def timeline_svg(timeline: Timeline, names: Sequence[str], data: Mapping[str, An
         labels += _labels(row, top, left, whole, several) if few else []
         top += _HEIGHT + 1
         for lane in (lane[number] for lane in below if any(lane)):
-            inner += _boxes(lane, top, _LANE, whole, False, sizes, seconds) if few else _shapes(lane, top, _LANE, whole)
+            shapes = _boxes(lane, top, _LANE, whole, False, sizes, seconds) if few else _shapes(lane, top, _LANE, whole)
+            inner.append(f'<g class="lane">{"".join(shapes)}</g>')
             top += _LANE + 1
     tall = len(rows) * pitch
     named = "".join(

@@ -17,7 +17,6 @@ from graphpar.text import (
     bytes_text,
     indices_text,
     kept,
-    kinds_text,
     listed,
     numbered_runs,
     plural,
@@ -271,6 +270,16 @@ def stages_text(data: Mapping[str, Any], places: Sequence[int]) -> tuple[str, st
 
 
 # ---- recomputation, overlap, offload ---------------------------------------------------------------------------
+
+
+def kinds_text(recompute: str | Mapping[str, str]) -> str:
+    """Write what a plan recomputes: ``full``, or ``budget:0.4 of layers.0-9``."""
+    if isinstance(recompute, str):
+        return recompute
+    by_kind: dict[str, list[str]] = {}
+    for path, kind in recompute.items():
+        by_kind.setdefault(kind, []).append(path.replace("{", "").replace("}", ""))  # as of layers.{0-9}
+    return "; ".join(f"{kind} of {', '.join(numbered_runs(paths))}" for kind, paths in by_kind.items()) or "none"
 
 
 def recomputation_text(rows: list[Mapping[str, Any]]) -> str:

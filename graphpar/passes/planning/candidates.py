@@ -5,6 +5,7 @@ PlanConstraints ──Space──► Candidate ──Fitting──► Priced ─
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,8 +18,9 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import SHOWN, Recompute
 from graphpar.runtime.options import Decisions, options_of
+from graphpar.runtime.records import unpacked
 from graphpar.runtime.schedule_records import SCHEDULES
-from graphpar.text import bytes_text, kinds_text, listed, seconds_text, share_text
+from graphpar.text import bytes_text, listed, plural, seconds_text, share_text
 
 _PLACES = {name: place for place, name in enumerate(SCHEDULES)}
 POINTS, BOUNDED = 2000, 200
@@ -210,8 +212,11 @@ class Point:
 
     @staticmethod
     def of(priced: Priced) -> Point:
-        """Shorten a priced plan; where blocks recompute differently, it says which do what."""
-        kinds = kinds_text(priced.recompute)
+        """Shorten a priced plan; where blocks recompute differently, it says how many do what."""
+        kinds = priced.recompute
+        if not isinstance(kinds, str):
+            counts = Counter(unpacked(kinds).values())
+            kinds = ", ".join(f"{kind} of {plural(count, 'block')}" for kind, count in counts.items()) or "none"
         brief = Brief.of(priced.estimate)
         return Point(
             priced.candidate, kinds, brief.step_time_s, max(priced.estimate.peak_memory_bytes), priced.fits,
