@@ -174,6 +174,9 @@ def test_a_long_list_of_plans_is_bounded(searched: tuple[gp.Parts, SearchResult]
 
 def test_a_plan_that_does_not_fit_is_drawn_so(searched: tuple[gp.Parts, SearchResult]) -> None:
     parts, found = searched
+    small = replace(found.points[-1], fits=False, peak_memory_bytes=1)
+    search = replace(found, points=(*found.points[:-1], small)).to_json()
+    assert search["points"]["front"] and len(found.points) - 1 not in search["points"]["front"]
     points = (*found.points[:-1], replace(found.points[-1], fits=False, peak_memory_bytes=90 * 2**30, brief=None))
     page = html(parts.report | {"search": replace(found, points=points).to_json()})
     assert len(Checked(page).classes("misfit")) == 1 and "90.0 GiB: does not fit" in page
