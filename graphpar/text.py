@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import singledispatch
 from html import escape
 from typing import Any
 
-_NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)")
+_NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)(?:-(?P<last>\d+))?")
+_LAST_NUMBER = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)(?P<tail>(?:\.[^\d.][^.]*)*)")
+"""A path, with the last of its levels that is a number, such as that of a layer."""
+_RANGE = re.compile(r"\{(\d+)-(\d+)\}")
 
 
 _TIMES, _FLOPS = ("ns", "us", "ms", "s"), ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
@@ -190,7 +193,7 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """List the paths that a pattern matches, in their order.
 
     Dots separate levels. Within a level ``*``, ``?`` and ``[...]`` are as in ``fnmatch``; a level ``**`` stands for any number
-    of levels, none included. A pattern that is itself one of the paths matches only that one.
+    of levels, none included, and a level ``{4-7}`` for these numbers. A pattern that is itself one of the paths matches only that one.
     """
     known = list(paths)
     if pattern in known:
@@ -209,9 +212,15 @@ def levels_match(tokens: Sequence[str], levels: Sequence[str]) -> bool:
     reached = _skipping(tokens, {0})  # how many tokens may have been used up
     for level in levels:
         step = {at for at in reached if at < len(tokens) and tokens[at] == "**"}
-        step |= {at + 1 for at in reached if at < len(tokens) and tokens[at] != "**" and fnmatchcase(level, tokens[at])}
+        step |= {at + 1 for at in reached if at < len(tokens) and tokens[at] != "**" and _matches(level, tokens[at])}
         reached = _skipping(tokens, step)
     return len(tokens) in reached
+
+
+def _matches(level: str, token: str) -> bool:
+    between = _RANGE.fullmatch(token)
+    inside = between is not None and level.isdecimal() and int(between[1]) <= int(level) <= int(between[2])
+    return inside or fnmatchcase(level, token)
 
 
 def _skipping(tokens: Sequence[str], reached: set[int]) -> set[int]:
@@ -223,20 +232,40 @@ def _skipping(tokens: Sequence[str], reached: set[int]) -> set[int]:
 
 
 def numbered_runs(paths: Sequence[str]) -> list[str]:
-    """``layers.0, layers.1, norm`` -> ``layers.0-1, norm``."""
+    """``layers.0, layers.1, norm`` -> ``layers.0-1, norm``; runs are continued, too."""
     runs: list[tuple[str, int, int] | str] = []
     for path in paths:
         match = _NUMBERED.fullmatch(path)
         if match is None:
             runs.append(path)
             continue
-        head, number = match["head"], int(match["number"])
+        head, number, end = match["head"], int(match["number"]), int(match["last"] or match["number"])
         last = runs[-1] if runs else ""
         if isinstance(last, tuple) and last[0] == head and last[2] + 1 == number:
-            runs[-1] = (head, last[1], number)
+            runs[-1] = (head, last[1], end)
         else:
-            runs.append((head, number, number))
+            runs.append((head, number, end))
     return [run if isinstance(run, str) else f"{run[0]}{indices_text(range(run[1], run[2] + 1))}" for run in runs]
+
+
+def joined(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Any]]:
+    """Join names that have equal values and differ in a number alone, of consecutive ones, in the order of their first:
+    ``(a.0.w, x), (a.1.w, x)`` -> ``(a.0-1.w, x)``."""
+    runs: list[tuple[str, int, int, str, Any]] = []
+    places: dict[Hashable, int] = {}
+    for name, value in entries:
+        match = _LAST_NUMBER.fullmatch(name)
+        if match is None:
+            runs.append((name, 0, -1, "", value))
+            continue
+        head, number, tail = match["head"], int(match["number"]), match["tail"]
+        place = places.get((head, tail, value))
+        if place is not None and runs[place][2] + 1 == number:
+            runs[place] = (head, runs[place][1], number, tail, value)
+        else:
+            places[head, tail, value] = len(runs)
+            runs.append((head, number, number, tail, value))
+    return [(f"{head}{indices_text(range(first, last + 1))}{tail}", value) for head, first, last, tail, value in runs]
 
 
 def json_text(value: Any, indent: int = 0, width: int = 120) -> str:

@@ -17,7 +17,7 @@ from graphpar.ir.stage import Stage
 from graphpar.passes.planning.explain import DECISIONS, Alternatives, NextBest, costs
 from graphpar.report.data import stage_parameters
 from graphpar.report.phrases import PART_NAMES, named
-from graphpar.text import bytes_text, indices_text, is_at_or_below, seconds_text
+from graphpar.text import bytes_text, indices_text, is_at_or_below, joined, seconds_text
 
 ALL = "plan"
 """The name that stands for all decisions."""
@@ -54,9 +54,9 @@ def explain(
     parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
     matcher = re.compile(".*".join(parts))
     lines = list(decisions)
-    for name, text in about:
-        if matcher.fullmatch(name):
-            lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
+    matched = [(name, text) for name, text in about if matcher.fullmatch(name)]
+    for name, (text, *others) in joined((name, (text, *(more(name) if more else ()))) for name, text in matched):
+        lines += [f" {name}: {text}", *(f"     {line}" for line in others)]
     if not lines:
         anywhere = pattern if "*" in pattern else f"**.{pattern}"
         hint = near_match(pattern, [*dict(about), *DECISIONS, ALL]) or near_match(

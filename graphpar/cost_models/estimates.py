@@ -13,7 +13,7 @@ from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.ir.program import ADAMW
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.schedules.order import Order
-from graphpar.text import as_page, bytes_text, share_text, spread_text
+from graphpar.text import as_page, bytes_text, numbered_runs, share_text, spread_text
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Estimate:
         headroom_bytes: of these, what the plan should leave free.
         figures: the sources of the device's figures.
         spreads_s: by how many seconds each part of the step may be off (:mod:`graphpar.cost_models.spread`).
+        exact: whether every microbatch was simulated, and not a few of them.
     """
 
     step_time_s: float
@@ -109,6 +110,7 @@ class Estimate:
     optimizer: str = ADAMW.name
     blocks: tuple[BlockSeconds, ...] = ()
     spreads_s: Mapping[str, float] = field(default_factory=dict)
+    exact: bool = True
 
     @property
     def spread_s(self) -> float:
@@ -186,6 +188,6 @@ class Estimate:
             "host_memory_bytes": self.host_memory_bytes,
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
-            "blocks": [asdict(block) | {"modules": list(block.modules)} for block in self.blocks],
+            "blocks": [asdict(block) | {"modules": numbered_runs(block.modules)} for block in self.blocks],
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
         }

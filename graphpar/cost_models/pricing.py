@@ -273,6 +273,7 @@ class Pricing:
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),
             spreads_s=spreads(parts, self._nodes, self.cluster.device == DEVICES["CPU"]),
+            exact=exact or self.mesh.pp == 1 or self._few(layout) is None,
         )
 
     @property
@@ -305,6 +306,7 @@ class Pricing:
             StageEstimate(
                 place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._ends.elements(stage), there[place], back[place],
                 cost.forward_exposed, cost.backward_exposed, *self._by_table(stage), state_axis=self.mesh.state_axis,
+                forward_sent_s=cost.forward_sent, backward_sent_s=cost.backward_sent,
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
         )  # fmt: skip

@@ -138,21 +138,21 @@ class StagePrices:
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if run.recompute == "full" else 1
         there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
-        everything = summed_by_axis([there, back])
+        everything = [dict(there), back]
         again += self.compute.phase_s(run_again, back_python) + sum(shown_again.values())
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
         exposed = [shown[0], summed_by_axis([shown[0]] * (times - 1) + [shown_again] + shown[1:])]
         if self._state is not None:
             plain = forward, backward
-            forward, backward, gathered = self._gathered(slice(first, after), forward, backward)
-            everything = summed_by_axis([everything, {self._state_axis: gathered}])
+            forward, backward, *moved = self._gathered(slice(first, after), forward, backward)
+            everything = [summed_by_axis([way, {self._state_axis: more}]) for way, more in zip(everything, moved)]
             longer = forward - plain[0], backward - plain[1]
             exposed = [summed_by_axis([way, {self._state_axis: more}]) for way, more in zip(exposed, longer)]
         if self._moved is not None:
             plain = forward, backward
             forward, backward = self._beside_copies(slice(first, after), forward, backward)
-            copied = {HOST_LINK: 2 * float(self._moved[first:after].sum())}
-            everything = summed_by_axis([everything, copied])
+            copied = {HOST_LINK: float(self._moved[first:after].sum())}
+            everything = [summed_by_axis([way, copied]) for way in everything]
             longer = forward - plain[0], backward - plain[1]
             exposed = [summed_by_axis([way, {HOST_LINK: more}]) for way, more in zip(exposed, longer)]
         twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
@@ -161,7 +161,7 @@ class StagePrices:
         # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
         recomputes = self._recomputes[after] > self._recomputes[first]
         split = seconds[2] if first == 0 or not recomputes else 0.0
-        return StageSeconds(forward, backward, split, everything, exposed[0], exposed[1], compute)
+        return StageSeconds(forward, backward, split, everything[0], everything[1], exposed[0], exposed[1], compute)
 
     def _again(self, busy: PhaseSeconds, seconds: float) -> float:
         """Return the seconds of recomputation in the backward."""
@@ -193,8 +193,8 @@ class StagePrices:
         coming = last + float(np.maximum(forwards * (backward / max(forward, 1e-12)), before).sum())
         return max(forward, leaving), max(backward, coming)
 
-    def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float]:
-        """Return forward, backward and all communication of a microbatch with sharded state, in seconds.
+    def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float, float]:
+        """Return forward, backward, and the communication of each, of a microbatch with sharded state, in seconds.
 
         Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work. ZeRO 2 gathers
         once a step, and a pipeline reduces once a step.
@@ -212,8 +212,8 @@ class StagePrices:
         scatters = none if self.pp > 1 else scatters
         moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
         if not self.execution.prefetch or self.compute.device.kind == "cpu":
-            return forward + moved[0], backward + moved[1] + moved[2], sum(moved)
+            return forward + moved[0], backward + moved[1] + moved[2], moved[0], moved[1] + moved[2]
         ahead = float(gathers[0] + np.maximum(forwards, np.append(gathers[1:], 0.0)).sum())
         traffic = np.append(0.0, again[:-1]) + np.append(scatters[1:], 0.0)
         behind = float(np.maximum(ratio * forwards, traffic).sum() + scatters[0])
-        return max(forward, ahead), max(backward, behind), sum(moved)
+        return max(forward, ahead), max(backward, behind), moved[0], moved[1] + moved[2]

@@ -30,7 +30,7 @@ class StageSeconds:
     Attributes:
         backward: both halves, and the recomputation of the forward.
         weight: the weight half of the backward.
-        sent: collectives by axis, forward and backward.
+        forward_sent, backward_sent: collectives by axis, hidden or not.
         forward_exposed, backward_exposed: those that computation does not hide.
         compute: of the device, recomputation included.
     """
@@ -38,10 +38,16 @@ class StageSeconds:
     forward: float
     backward: float
     weight: float
-    sent: Mapping[str, float]
+    forward_sent: Mapping[str, float]
+    backward_sent: Mapping[str, float]
     forward_exposed: Mapping[str, float]
     backward_exposed: Mapping[str, float]
     compute: float
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Collectives by axis, forward and backward."""
+        return summed_by_axis([self.forward_sent, self.backward_sent])
 
     @property
     def exposed(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ class _Once(NamedTuple):
     """Of a rank: the elements of each stage's parameters, :meth:`StepEnds.gradients`, the optimizer's seconds, and the axis to report."""
 
     elements: tuple[int, ...]
-    gradients: tuple[float, float, float]
+    gradients: tuple[float, float, float, float]
     optimizer: float
     axis: str | None
 
@@ -89,7 +89,7 @@ class StepEnds:
         """Return the end of the step on a rank with the stages at ``places``."""
         own = [stages[place] for place in places]
         once = self._of(own)
-        reduce, gather, nbytes = once.gradients
+        reduce, gather, nbytes, gathered = once.gradients
         # On a CPU the cores that compute also add and copy gradients.
         beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
@@ -100,7 +100,7 @@ class StepEnds:
             exposed = exposed_reduce({place: reduce * share for place, share in shares.items()}, costs, last, around)
         if self.execution.prefetch:
             delay = exposed_gather({place: gather * share for place, share in shares.items()}, costs, around)
-        return StepEnd(reduce, exposed, gather, delay, once.optimizer, once.axis)
+        return StepEnd(reduce, exposed, gather, delay, once.optimizer, once.axis, round(nbytes), round(gathered))
 
     def _of(self, stages: Sequence[tuple[int, int]]) -> _Once:
         """Return what a rank's stages do once a step, whatever else runs then."""
@@ -111,8 +111,8 @@ class StepEnds:
             self._known[key] = _Once(elements, gradients, optimizer, self._summed_over(stages))
         return self._known[key]
 
-    def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-        """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
+    def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float, float]:
+        """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; the bytes of both."""
         replicas = self._replicas
         zero = self._zero
         by_axes: dict[tuple[str, ...], float] = {}
@@ -152,7 +152,7 @@ class StepEnds:
                     group = self.network.group_of_axes(self.mesh, over)
                     reduced += self.network.seconds("all-reduce", nbytes / self.mesh.shards, group)
                     reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
-        return reduced, gathered, total
+        return reduced, gathered, total, parameters
 
     def by_link_s(self, nbytes: float) -> float:
         """Return the seconds of copying shards of parameters or gradients between a device and its host, one way, where they live there."""

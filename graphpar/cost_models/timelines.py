@@ -24,6 +24,7 @@ class StageEstimate:
         weight_s: the weight half of the backward; it has no collectives.
         sent_s, returned_s: transfer of its result to the next stage, and of the gradient back.
         forward_exposed_s, backward_exposed_s: collectives by axis that computation does not hide.
+        forward_sent_s, backward_sent_s: all of them.
         gather_s, reduce_s: of its sharded state, once a step, where the schedule's table says when.
         state_axis: under which axis these are counted.
         kept_bytes: of activations, from a microbatch's forward to its backward.
@@ -44,6 +45,8 @@ class StageEstimate:
     reduce_s: float = 0.0
     state_axis: str = "dp_shard"
     kept_bytes: int = 0
+    forward_sent_s: Mapping[str, float] = field(default_factory=dict)
+    backward_sent_s: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StageEstimate:
@@ -56,12 +59,19 @@ class StageEstimate:
             return {self.state_axis: {"UNSHARD": self.gather_s, "REDUCE_GRAD": self.reduce_s}.get(kind, 0.0)}
         return self.forward_exposed_s if kind == "F" else {} if kind == "W" else self.backward_exposed_s
 
+    def collectives_s(self, kind: str) -> Mapping[str, float]:
+        """Return all collectives by axis of an action, by its kind."""
+        if kind in STATE:
+            return self.exposed_s(kind)
+        return self.forward_sent_s if kind == "F" else {} if kind == "W" else self.backward_sent_s
+
 
 @dataclass(frozen=True)
 class StepEnd:
     """The end of the step on a pp rank, in seconds: gradients are reduced over ``axis``, the optimizer runs, parameters are gathered.
 
-    ``exposed`` and ``gather_exposed`` are the parts of reduce and gather that neither backwards nor the next forwards hide.
+    ``exposed`` and ``gather_exposed`` are the parts of reduce and gather that neither backwards nor the next forwards hide;
+    ``reduced_bytes`` and ``gathered_bytes`` are of the gradients and the parameters.
     """
 
     reduce: float
@@ -70,6 +80,8 @@ class StepEnd:
     gather_exposed: float
     optimizer: float
     axis: str | None
+    reduced_bytes: int = 0
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,8 @@ def _own_experts(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
 
 
 def _own_group(call: LocalCall, axes: Sequence[str], emit: Emit) -> Any:
-    """Attention of a part of a group of heads: keys and values are those of its group alone."""
+    """Attention of a part of a group of heads: keys and values are those of its group alone, which the outermost axis says, since each axis
+    divides the heads of one group further."""
     (query, key, value), axis = call.args[:3], axes[0]
     dim = value_of(operands_of(call.node)[1]).ndim - 3
     own = [emit(collectives.own_group, (x, axis, dim), {}) for x in (key, value)]
@@ -241,6 +242,7 @@ class Rewrite:
         change: makes literal arguments those of one of so many shards.
         replace: (call, axes, emit) -> what stands in the place of the call.
         own: the function that makes operands a rank's own.
+        first: on the first of several axes it has made them so for all: those after it divide what is left.
         together: the ranks communicate.
         divides: what an axis must divide for it.
         updates: buffers that it writes are the same on all ranks.
@@ -250,6 +252,7 @@ class Rewrite:
     change: Callable[[LocalCall, int], None] | None = None
     replace: Callable[[LocalCall, Sequence[str], Emit], Any] | None = None
     own: Callable[..., Any] | None = None
+    first: bool = False
     together: bool = False
     divides: tuple[Divides, ...] = tuple(Divides)
     updates: bool = False
@@ -265,7 +268,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "output_size": Rewrite(_output_size),
     "mean": Rewrite(replace=_mean),
     "own_experts": Rewrite(replace=_own_experts, own=expert_rows.own_offsets, together=True, divides=_BY_EXPERTS),
-    "own_group": Rewrite(replace=_own_group, own=collectives.own_group, together=True),
+    "own_group": Rewrite(replace=_own_group, own=collectives.own_group, first=True, together=True),
     "mean_of_pieces": Rewrite(),
     "mean_of_labels": Rewrite(together=True),
     **{name: _composite(composite) for name, composite in COMPOSITES.items() if composite.of is not None},

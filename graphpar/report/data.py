@@ -15,9 +15,9 @@ import torch
 from graphpar import __version__
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.flops import node_flops, tensor_bytes
-from graphpar.cost_models.repeated_work import repeated_in
+from graphpar.cost_models.repeated_work import repeated_in, repeated_work
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
-from graphpar.cost_models.work import Collective
+from graphpar.cost_models.work import Collective, Phase
 from graphpar.cost_models.workload import Works
 from graphpar.emitted.fp8 import BLOCK, mxfp8_linear, mxfp8_linear_with_gw_hp
 from graphpar.hardware.cluster import Cluster
@@ -26,7 +26,7 @@ from graphpar.ir.program import Block, Program, concrete_shape, operator_name
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.parameter_casts import trains_weight, weight_names
-from graphpar.operators.transitions import SENDS, travelling_beside
+from graphpar.operators.transitions import SENDS, collective_cost, travelling_beside
 from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.candidates import misfit
 from graphpar.passes.planning.planned import Planned
@@ -35,10 +35,11 @@ from graphpar.report.redistributions import sharding_data
 from graphpar.report.state import state_data
 from graphpar.runtime.option_kinds import GENERATE, STEPS
 from graphpar.runtime.options import decided
+from graphpar.runtime.records import packed
 from graphpar.schedules.action_table import ActionTable, format_table, forwards, parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Timeline, simulate
-from graphpar.text import bytes_text, compressed, plural, seconds_text
+from graphpar.text import bytes_text, compressed, numbered_runs, plural, seconds_text
 
 _WORTH_IT = 0.9
 """A dtype is advised where it takes at most this share of the step's time."""
@@ -54,6 +55,9 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     """
     program, plan, stages = compilation.sharded.local, compilation.plan, compilation.stages
     rows = [_stage_data(program, plan, stage) for stage in stages]
+    works = Works(program, plan.mesh.degrees())
+    for row, stage in zip(rows, stages):
+        row["collectives"] = _sent_bytes(works, plan, stage, compilation.recomputed)
     held = compressed([[path for path in stage.modules if path not in program.constants] for stage in stages])
     for row, modules, names in zip(rows, held, _recomputed(program, stages)):
         row["modules"] = modules
@@ -257,7 +261,7 @@ def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
                     "block": block.name,
                     "kind": kind,
                     "count": len(paths),
-                    "paths": paths,
+                    "paths": numbered_runs(paths),
                     "again": _again(block, how),
                     "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
                     "collectives": sum(times for _, times in sent),
@@ -333,6 +337,23 @@ def _stage_data(program: Program, plan: Plan, stage: Stage) -> dict[str, Any]:
         "inputs": list(stage.inputs),
         "sends": [_boundary_data(boundary, plan, boundary.node in relayed) for boundary in stage.sends],
     }
+
+
+def _sent_bytes(
+    works: Works, plan: Plan, stage: Stage, recomputed: Mapping[str, Recomputation]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that a rank sends by axis in a microbatch's collectives of a stage: in its forward, and in its backward with what is
+    recomputed there."""
+    degrees = plan.mesh.degrees()
+    own, again = works.of(stage.graph), repeated_work(works, stage.graph, recomputed)
+    found: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    for work, repeats in ((own, False), (again, True)):
+        for row, times in work.rows.items():
+            if isinstance(row, Collective):
+                way = found["backward" if repeats or row.phase is not Phase.FORWARD else "forward"]
+                sent = collective_cost(row.kind, row.nbytes.at(plan.microbatch_size), degrees[row.axis]).bytes_sent
+                way[row.axis] = way.get(row.axis, 0) + round(times * sent)
+    return found
 
 
 def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, Any]:
@@ -424,6 +445,7 @@ def compile_json(
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
+        "placements": packed(plan.to_json()["parameters"]),
         **({"alone": data["alone"]} if "alone" in data else {}),
         "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
         "search": NO_SEARCH if plan.found is None else plan.found.to_json(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from graphpar.cost_models.estimates import Estimate
@@ -9,31 +10,33 @@ from graphpar.cost_models.memory import Memory
 from graphpar.passes.planning.candidates import misfit
 from graphpar.text import bytes_text, indices_text
 
+MOMENTS: dict[str, Callable[[Memory], Memory]] = {
+    "between steps": Memory.between_steps,
+    "after the backward": Memory.after_backward,
+    "at the peak": lambda each: each,
+}
+"""The moments of a step, with what there is then of what there is at the peak."""
+
 
 def memory_text(estimate: Estimate) -> list[str]:
     """Write what the fullest rank holds at each moment of a step, part by part, and all of what each rank holds."""
     fullest, stages = estimate.fullest
     memory = estimate.memory[fullest]
-    moments = {
-        "between steps": Memory.between_steps,
-        "after the backward": Memory.after_backward,
-        "at the peak": lambda each: each,
-    }
-    columns = [moment(memory) for moment in moments.values()]
+    columns = [moment(memory) for moment in MOMENTS.values()]
     parts = [part.name for part in fields(Memory) if getattr(memory, part.name)]
     where = (
         ""
         if len(estimate.memory) == 1
         else f" with stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}, the fullest"
     )
-    rows = [[f"A rank{where}", *moments]]
+    rows = [[f"A rank{where}", *MOMENTS]]
     rows += [[f"  {part.replace('_', ' ')}", *(_bytes(getattr(each, part)) for each in columns)] for part in parts]
     rows.append(["  together", *(bytes_text(each.total) for each in columns)])
     rows.append([f"  free of {bytes_text(estimate.memory_bytes)}", *(_free(estimate, each) for each in columns)])
     if len(estimate.memory) > 1:
-        rows += [["", "", "", ""], ["Each rank of pp", *moments]]
+        rows += [["", "", "", ""], ["Each rank of pp", *MOMENTS]]
         rows += [
-            [f"  {rank}", *(bytes_text(moment(each).total) for moment in moments.values())]
+            [f"  {rank}", *(bytes_text(moment(each).total) for moment in MOMENTS.values())]
             for rank, each in enumerate(estimate.memory)
         ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

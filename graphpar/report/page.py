@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from graphpar import text
 from graphpar.passes.normalize.idioms import idiom_texts
-from graphpar.report import charts, phrases
+from graphpar.report import charts, memory_chart, memory_table, phrases, search_chart
 from graphpar.report.data import timeline_of
 from graphpar.report.state import state_text
 from graphpar.runtime.option_kinds import STEPS
@@ -57,7 +57,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for module in (text, phrases, charts):
+    for module in (text, phrases, charts, memory_chart, search_chart):
         made.globals |= {name: value for name, value in vars(module).items() if callable(value)}
     for name in ("page.css", "page.js"):
         source = Path(__file__).with_name(name).read_text(encoding="utf-8")
@@ -134,7 +134,12 @@ def _of_search(data: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, 
     for other in search["alternatives"]:
         seconds = other["step_time_s"]
         rows.append((*phrases.named(other), seconds_text(seconds), f"{seconds / step - 1:+.1%}", other["why_not"]))
-    return {"plans": charts.plans_of(search), "chosen": chosen, "runners_up": rows}
+    return {
+        "plans": search_chart.plans_of(search),
+        "bounded": search_chart.bounded_of(search),
+        "chosen": chosen,
+        "runners_up": rows,
+    }
 
 
 def _of_prediction(data: Mapping[str, Any], timeline: Any) -> dict[str, Any]:
@@ -144,7 +149,9 @@ def _of_prediction(data: Mapping[str, Any], timeline: Any) -> dict[str, Any]:
     under = next((closing["axis"] for closing in predicted["closings"] if closing["axis"]), None)
     others = [axis for axis in ("dp_replicate", "dp_shard", "cp") if data["mesh"][axis] > 1 and axis != under]
     return {
-        "levels": charts.memory_over_time(data, timeline),
+        "moments": memory_table.MOMENTS,
+        "kinds": memory_chart.KINDS,
+        "levels": memory_chart.memory_over_time(data, timeline),
         "fullest": phrases.allocated_bytes(predicted)[peaks.index(max(peaks))],
         "longest": max(predicted["communication_s"].values(), default=0.0) or 1.0,
         "under": under,

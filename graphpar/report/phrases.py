@@ -6,7 +6,7 @@ predicted, search, sharding, recomputation, offload of a report ──► text
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from graphpar.runtime.option_kinds import GENERATE, STEPS
@@ -236,6 +236,39 @@ def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, flo
     return columns
 
 
+def equal_stages(data: Mapping[str, Any]) -> list[list[int]]:
+    """Return the stages that a table has on one row: consecutive ones that are equal, but for the first of each rank, which says what the
+    rank holds, if their modules are one run."""
+    stages, predicted = data["stages"], data.get("predicted")
+    seen: set[int] = set()
+    found: list[list[int]] = []
+    before: Any = None
+    modules: list[str] = []
+    for place, stage in enumerate(stages):
+        same = [value for name, value in stage.items() if name not in ("index", "rank", "modules")]
+        times = (predicted["stages"][place][name] for name in ("forward_s", "backward_s")) if predicted else ()
+        key = None if stage["rank"] not in seen else (*same, *map(seconds_text, times))
+        together = numbered_runs([*modules, *stage["modules"]])
+        if key is not None and key == before and len(together) == len(stage["modules"]):
+            found[-1].append(place)
+            modules = together
+        else:
+            found.append([place])
+            modules = list(stage["modules"])
+        before = key
+        seen.add(stage["rank"])
+    return found
+
+
+def stages_text(data: Mapping[str, Any], places: Sequence[int]) -> tuple[str, str, str]:
+    """Write the numbers of stages of a row of a table, the ranks that have them, and their modules."""
+    stages = [data["stages"][place] for place in places]
+    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold shards or replicas of a stage
+    ranks = sorted({stage["rank"] * together + number for stage in stages for number in range(together)})
+    modules = numbered_runs([name for stage in stages for name in stage["modules"]])
+    return indices_text([stage["index"] for stage in stages]), indices_text(ranks), ", ".join(modules)
+
+
 # ---- recomputation, overlap, offload ---------------------------------------------------------------------------
 
 
@@ -245,7 +278,7 @@ def kinds_text(recompute: str | Mapping[str, str]) -> str:
         return recompute
     by_kind: dict[str, list[str]] = {}
     for path, kind in recompute.items():
-        by_kind.setdefault(kind, []).append(path)
+        by_kind.setdefault(kind, []).append(path.replace("{", "").replace("}", ""))  # as of layers.{0-9}
     return "; ".join(f"{kind} of {', '.join(numbered_runs(paths))}" for kind, paths in by_kind.items()) or "none"
 
 

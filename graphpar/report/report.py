@@ -8,7 +8,6 @@ plan ──plan_text──► the same without a program
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from graphpar.report.phrases import (
     assumed_lines,
     communication_text,
     device_is_cpu,
+    equal_stages,
     gap_text,
     legend_of,
     mesh_text,
@@ -38,6 +38,7 @@ from graphpar.report.phrases import (
     sent_text,
     sharding_legend,
     stage_columns,
+    stages_text,
     timeline_legend,
     transitions_text,
 )
@@ -52,9 +53,9 @@ from graphpar.text import (
     count_text,
     flops_text,
     indices_text,
+    joined,
     kept,
     listed,
-    numbered_runs,
     place_text,
     plural,
     seconds_text,
@@ -413,20 +414,18 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
     Stage  ranks  modules             params     fwd     bwd  memory
         0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
 
+    Equal stages of ranks that have several are on one row.
     With a prediction it has each stage's times and its rank's memory, else its share of the flops.
     """
-    stages, predicted = data["stages"], data.get("predicted")
-    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold shards or replicas of a stage
-    places = [indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)) for stage in stages]
-    left = [
-        ("Stage", "rank" if together == 1 else "ranks"),
-        *((str(stage["index"]), place) for stage, place in zip(stages, places)),
-    ]
-    modules = ["modules", *(", ".join(stage["modules"]) for stage in stages)]
+    stages, predicted, rows = data["stages"], data.get("predicted"), equal_stages(data)
+    texts = [("Stage", "rank" if data["devices"] == data["mesh"]["pp"] else "ranks", "modules")]
+    texts += [stages_text(data, places) for places in rows]
+    left, modules = [row[:2] for row in texts], [row[2] for row in texts]
     if predicted is None:
         right = _flops_columns(stages) if "flops" in stages[0] else [()] * (len(stages) + 1)
     else:
         right = _time_columns(predicted)
+    right = [right[0], *(right[places[0] + 1] for places in rows)]
     room = _room(left, right, width)
     words = max(len(word) for text in modules for word in text.split(" "))
     if right[0] and room < max(words, _NARROW):  # bars go first
@@ -570,16 +569,16 @@ def _transition(cells: Sequence[str], columns: Sequence[int], width: int) -> lis
 
 
 def _placements(plan: Plan) -> list[tuple[str, str]]:
-    """List the specs of parameters, from the plan alone; names that differ only in a layer's number are merged."""
+    """List the specs of parameters, from the plan alone; those of equal layers are joined."""
     state = [("State", f"ZeRO-{plan.zero} over {plan.mesh.state_text}")] if plan.zero else []
     if not plan.sharding.all_degrees:
         return state
-    specs: dict[str, dict[str, list[str]]] = {}
-    for name, spec in plan.sharding.parameters.items():
-        text = ", ".join(f"{kind}@{axis}" for axis, kind in spec.items())
-        specs.setdefault(text, {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    specs: dict[str, list[str]] = {}
+    for name, text in joined(
+        (name, ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()))
+        for name, spec in plan.sharding.parameters.items()
+    ):
+        specs.setdefault(text, []).append(name)
     lines = [*state, ("Placement", gap_text(plan.sharding.gap))]
-    for text, groups in sorted(specs.items()):
-        shown = [names[0] if len(names) == 1 else pattern for pattern, names in groups.items()]
-        lines.append(("Weights", f"{text}:  {listed(numbered_runs(shown), _SHOWN)}"))
+    lines += [("Weights", f"{text}:  {listed(names, _SHOWN)}") for text, names in sorted(specs.items())]
     return [*lines, *(("Types", f"{name}  {what}") for name, what in legend_of(specs))]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphpar.cost_models.timelines import StageEstimate
 from graphpar.errors import GraphparError
 from graphpar.schedules.action_table import KINDS, STATE, Action
 from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
@@ -106,6 +107,25 @@ def step_spans(timeline: Timeline) -> tuple[tuple[StepSpan, ...], ...]:
 def beside(timeline: Timeline) -> tuple[tuple[StepSpan, ...], ...]:
     """Return for each row the communication that runs beside its spans and costs no time, where that is known."""
     return tuple(tuple(map(_closing, row)) for row in timeline.beside)
+
+
+def lanes(timeline: Timeline, stages: Sequence[StageEstimate]) -> tuple[tuple[StepSpan, ...], ...]:
+    """Return for each row all of its collectives, hidden or not: those of an action one after the other up to its end, though they are
+    spread over it, and those around actions that :func:`beside` and the end of the step have."""
+    rows = []
+    for number, row in enumerate(timeline.spans):
+        found: list[StepSpan] = []
+        for span in row:
+            inside = stages[span.action.stage].collectives_s(span.action.kind)
+            start = span.end - sum(inside.values())
+            for axis, seconds in inside.items():
+                begin, end = max(span.start, start), start + seconds
+                found += [StepSpan(COLLECTIVE, begin, end, span.action, axis, span.step)] if end > begin else []
+                start = end
+        around = (*timeline.beside[number], *timeline.closing[number]) if timeline.closing else ()
+        found += [_closing(segment) for segment in around if segment.axis]
+        rows.append(tuple(found))
+    return tuple(rows)
 
 
 def _result(action: Action) -> tuple[int, bool, int]:

@@ -19,7 +19,7 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.hardware.cluster import HEADROOM
-from graphpar.passes.planning.candidates import why_not
+from graphpar.passes.planning.candidates import Brief, why_not
 from graphpar.passes.planning.explain import B, S, in_sequence
 from graphpar.report.report import render
 from graphpar.text import bytes_text
@@ -182,7 +182,7 @@ def made(stages: int = 1, work: tuple[float, ...] = (), memory: int = 10, room: 
     ],
 )
 def test_why_not(other: Estimate, said: str) -> None:
-    assert why_not(made(compute=6.0, tp=1.0), other) == said
+    assert why_not(Brief.of(made(compute=6.0, tp=1.0)), Brief.of(other)) == said
 
 
 def test_the_search_says_why_not(searched: gp.Plan) -> None:

@@ -58,6 +58,8 @@ def test_a_stage_takes_at_least_the_longer_and_at_most_the_sum(
     assert hidden.forward == waiting.forward
     assert hidden.backward < waiting.backward
     assert hidden.sent == waiting.sent
+    assert waiting.forward_sent == pytest.approx(waiting.forward_exposed)
+    assert waiting.backward_sent == pytest.approx(waiting.backward_exposed)
     assert hidden.backward >= alone.backward - 1e-12
     assert hidden.forward + hidden.backward >= sent
     assert waiting.backward - hidden.backward == pytest.approx(

@@ -11,7 +11,7 @@ from graphpar.schedules.order import order_of
 
 
 def costs(*each: tuple[float, float]) -> list[StageSeconds]:
-    return [StageSeconds(forward, backward, 0.0, {}, {}, {}, 0.0) for forward, backward in each]
+    return [StageSeconds(forward, backward, 0.0, {}, {}, {}, {}, 0.0) for forward, backward in each]
 
 
 def test_windows_are_what_the_rank_computes_before_the_first_forward_and_after_the_last_backward() -> None:

@@ -443,9 +443,9 @@ def test_zero_1_sums_gradients_in_shards_or_whole_and_gathers_parameters_or_broa
     cluster, mesh = Cluster.of(A100, 2, 2), Mesh(dp_replicate=2, dp_shard=2)
     whole = [(0, len(units))]
 
-    def prices(**how: Any) -> tuple[float, float, float]:
+    def prices(**how: Any) -> tuple[float, ...]:
         pricing = Pricing(units, mesh, cluster, Execution(zero=1, **how), dtype="fp32")
-        return pricing._ends.gradients(whole)
+        return pricing._ends.gradients(whole)[:3]
 
     network = Pricing(units, mesh, cluster, dtype="fp32").network
     shards, everyone = (network.group_of_axes(mesh, axes) for axes in (["dp_shard"], ["dp_replicate", "dp_shard"]))

@@ -9,7 +9,7 @@ import pytest
 
 import graphpar as gp
 from graphpar.cost_models.spread import BETWEEN, ELSEWHERE, INSIDE, SHARES, of_difference, spreads, together
-from graphpar.passes.planning.candidates import surest_first, why_not
+from graphpar.passes.planning.candidates import Brief, surest_first, why_not
 from graphpar.text import spread_text
 from tests.tools.programs import example
 
@@ -38,7 +38,7 @@ def test_of_plans_that_are_equally_fast_the_one_that_is_known_best_is_taken() ->
     fastest, surest = with_step(10.0, compute=7.0, tp=3.0), with_step(10.3, compute=10.0, dp_shard=0.3)
     slower = with_step(12.0, compute=12.0)
     assert surest_first([fastest, surest, slower]) == [surest, fastest, slower]
-    assert why_not(surest.estimate, fastest.estimate) == "known to 1.66 s only, not to 1.00 s"
+    assert why_not(Brief.of(surest.estimate), Brief.of(fastest.estimate)) == "known to 1.66 s only, not to 1.00 s"
     assert surest_first([fastest, slower]) == [fastest, slower]  # by more than prices may be off
     assert surest_first([surest, fastest])[0] is surest and surest_first([]) == []
 

@@ -175,7 +175,7 @@ def test_compiled_blocks_train_as_others_on_meshes_with_fused_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LARGE - {"gpt2"}))
+@pytest.mark.parametrize("name", sorted(LARGE - {"gpt2", "mixtral_8x22b"}))  # products of experts on meta want bf16
 def test_blocks_of_large_examples_are_taken_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = example(name)
     parts = gp.partition(program, gp.plan(program, devices=1, recompute="none"))

@@ -157,6 +157,12 @@ KNOWN = [
         MIXTRAL.format(words=64, width=32, hidden=64, layers=2, heads=4, groups=2, seq=16), "8x8xH100-SXM-80GB", 1024,
         lambda mesh: mesh["dp_expert"] > 1 and mesh["ep"] == mesh["tp"] == 1, options=("--dtype", "bf16"),
     ),
+    Known(
+        "Mixtral 8x22B on 256 H100", "mixtral_8x22b",
+        MIXTRAL.format(words=64, width=32, hidden=64, layers=2, heads=4, groups=2, seq=16), "32x8xH100-SXM-80GB", 1024,
+        lambda mesh: mesh["dp_expert"] * mesh["ep"] > 1 and mesh["dp_shard"] > 1 and mesh["tp"] <= 8,
+        options=("--dtype", "bf16"),
+    ),
 ]  # fmt: skip
 
 

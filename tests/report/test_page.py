@@ -18,10 +18,19 @@ from typing import Any
 import pytest
 
 import graphpar as gp
-from graphpar.passes.planning.candidates import COLUMNS, POINTS, Point, SearchResult
-from graphpar.report.charts import line_key, memory_over_time, memory_time_svg
+from graphpar.passes.planning.candidates import BOUNDED, COLUMNS, POINTS, Point, SearchResult
+from graphpar.report.memory_chart import (
+    KINDS,
+    ROWS,
+    Level,
+    memory_over_time,
+    memory_time_key,
+    memory_time_svg,
+    stacks_of,
+)
 from graphpar.report.report import html, timeline_of
-from graphpar.text import bytes_text, seconds_text
+from graphpar.report.search_chart import LISTED, bounded_of, plans_of, plans_rows
+from graphpar.text import bytes_text, spread_text
 from tests.tools.programs import example, example_file, traced_once
 
 VOID = {"meta", "br", "rect", "path", "circle"}
@@ -98,9 +107,38 @@ def test_every_priced_plan_is_a_point(searched: tuple[gp.Parts, SearchResult]) -
     page = Checked(page_of(parts))
     assert len(page.classes("plan")) == len(plans) and len(page.classes("chosen")) == 1
     assert len(page.classes("misfit")) == sum(not each["fits"] for each in plans)
-    assert (
-        page_of(parts).count(f"{seconds_text(chosen['step_time_s'])} · {bytes_text(chosen['peak_memory_bytes'])}") >= 1
-    )
+    text = f"{spread_text(chosen['step_time_s'], chosen['spread_s'])} · {bytes_text(chosen['peak_memory_bytes'])}"
+    assert page_of(parts).count(text) == 1 and chosen["spread_s"] == predicted["spread_s"]
+
+
+def test_every_point_says_why_it_was_not_taken(searched: tuple[gp.Parts, SearchResult]) -> None:
+    """In the words of the runners-up; the table below the picture says it, too."""
+    parts, found = searched
+    points = json.loads(parts.files["search.json"])["points"]
+    plans = [dict(zip(points["columns"], row)) for row in points["rows"]]
+    assert [place for place, plan in enumerate(plans) if not plan["why_not"]] == [points["chosen"]]
+    for other in (*found.alternatives, *found.misfits):
+        (same,) = [plan for plan, point in zip(plans, found.points) if point.candidate == other.candidate]
+        assert same["why_not"] == found.why_not(other) and same["spread_s"] == other.estimate.spread_s
+    rows = plans_rows(plans_of({"points": points}))
+    assert len(rows) == min(LISTED, len(plans)) and sum("Pareto" in row[0] for row in rows) == len(points["front"])
+    assert [row for row in rows if "chosen" in row[0]] and all(row[-1] in page_of(parts) for row in rows)
+
+
+def test_plans_that_a_bound_ruled_out_are_ticks(searched: tuple[gp.Parts, SearchResult]) -> None:
+    """Of each mesh the one with the lowest bound, of which no plan was priced; no bound is below the plan that was taken."""
+    parts, found = searched
+    bounded = bounded_of(json.loads(parts.files["search.json"]))
+    assert 0 < len(bounded) == len(found.bounded) <= BOUNDED
+    assert len({each.candidate.mesh for each in found.bounded}) == len(found.bounded)
+    assert not {each.candidate for each in found.bounded} & {point.candidate for point in found.points}
+    assert all(a["bound_s"] <= b["bound_s"] for a, b in pairwise(bounded))
+    assert found.best is not None and found.tried is not None
+    assert all(each["bound_s"] >= found.best.estimate.step_time_s for each in bounded if each["fits"])
+    assert len(found.bounded) <= found.tried.slower + found.tried.too_large + found.tried.no_faster
+    slowest = max(point.step_time_s for point in found.points)
+    drawn = Checked(page_of(parts)).classes("bounded")
+    assert len(drawn) >= sum(each["bound_s"] <= slowest for each in bounded)
 
 
 def test_all_plans_are_accounted_for(searched: tuple[gp.Parts, SearchResult]) -> None:
@@ -127,7 +165,8 @@ def test_a_long_list_of_plans_is_bounded(searched: tuple[gp.Parts, SearchResult]
     search = replace(found, points=(best, *large, small), priced=POINTS + 502).to_json()
     points = search["points"]
     assert len(points["rows"]) == POINTS and points["left_out"] == 502
-    assert points["rows"][points["chosen"]] == best.row and points["rows"][points["front"][-1]] == small.row
+    rows = [row[:-1] for row in points["rows"]]  # but for why they were not taken
+    assert rows[points["chosen"]] == best.row and rows[points["front"][-1]] == small.row
     page = html(parts.report | {"search": search})
     assert len(Checked(page).classes("plan")) == POINTS and "502 slower ones are not drawn" in page
     assert len(page) < 1_000_000 and len(json.dumps(points)) < 300_000
@@ -135,17 +174,28 @@ def test_a_long_list_of_plans_is_bounded(searched: tuple[gp.Parts, SearchResult]
 
 def test_a_plan_that_does_not_fit_is_drawn_so(searched: tuple[gp.Parts, SearchResult]) -> None:
     parts, found = searched
-    points = (*found.points[:-1], replace(found.points[-1], fits=False, peak_memory_bytes=90 * 2**30))
+    small = replace(found.points[-1], fits=False, peak_memory_bytes=1)
+    search = replace(found, points=(*found.points[:-1], small)).to_json()
+    assert search["points"]["front"] and len(found.points) - 1 not in search["points"]["front"]
+    points = (*found.points[:-1], replace(found.points[-1], fits=False, peak_memory_bytes=90 * 2**30, brief=None))
     page = html(parts.report | {"search": replace(found, points=points).to_json()})
     assert len(Checked(page).classes("misfit")) == 1 and "90.0 GiB: does not fit" in page
 
 
 @pytest.mark.parametrize(("capacity", "near"), [(5.0, True), (19.0, True), (21.0, False)])
 def test_the_key_names_the_memory_of_a_device_where_the_chart_draws_it(capacity: float, near: bool) -> None:
-    lines = [[(0.0, 4.0), (0.5, 10.0)]]
+    rows = [[Level(0.0, (4.0,) + (0.0,) * (len(KINDS) - 1)), Level(0.5, (10.0,) + (0.0,) * (len(KINDS) - 1))]]
 
-    assert ("line limit" in memory_time_svg(lines, ["rank 0"], capacity, 1.0)) is near
-    assert ("memory of a device" in line_key(["rank 0"], lines, capacity)) is near
+    assert ("line limit" in memory_time_svg(rows, ["rank 0"], capacity, 1.0)) is near
+    assert ("memory of a device" in memory_time_key(rows, capacity)) is near
+
+
+def test_of_many_pp_groups_some_are_stacks_the_fullest_among_them() -> None:
+    empty = (0.0,) * (len(KINDS) - 1)
+    rows = [[Level(0.0, (2.0 if rank == 40 else 1.0, *empty)), Level(1.0, (1.0, *empty))] for rank in range(128)]
+    shown = stacks_of(rows)
+    assert len(shown) == ROWS and {0, 40, 127} <= set(shown) and stacks_of(rows[:ROWS]) == list(range(ROWS))
+    assert memory_time_svg(rows, [f"pp {rank}" for rank in range(128)], 3.0, 1.0).count("<title>") == ROWS
 
 
 @pytest.mark.costly
@@ -155,7 +205,7 @@ def test_inference_keeps_no_activations() -> None:
     lines = memory_over_time(parts.report, timeline_of(parts.report))
     assert lines is not None
     for line, peak in zip(lines, parts.report["predicted"]["peak_memory_bytes"]):
-        assert max(level for _, level in line) == pytest.approx(peak, abs=2)
+        assert max(level.total for level in line) == pytest.approx(peak, abs=2)
     page = page_of(parts)
     Checked(page)
     sizes = re.findall(r'<text class="axis end" x="(\d+)"[^>]*>([^<]*)</text>', page)

@@ -18,11 +18,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.timelines import StageEstimate
 from graphpar.hardware.cluster import HEADROOM
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.plan_request import on_one_device
-from graphpar.report.charts import memory_over_time
-from graphpar.report.phrases import parts_text, peak_text
+from graphpar.report.memory_chart import KINDS, memory_over_time
+from graphpar.report.phrases import equal_stages, parts_text, peak_text, stages_text
 from graphpar.report.report import (
     compile_json,
     html,
@@ -35,8 +37,9 @@ from graphpar.report.report import (
     trace,
     with_alone,
 )
-from graphpar.report.trace import step_spans
+from graphpar.report.trace import lanes, step_spans
 from graphpar.runtime.plan_record import decisions_of
+from graphpar.runtime.records import packed, unpacked
 from graphpar.schedules.action_table import COMPUTATIONS
 from graphpar.schedules.registry import bubble_warning
 from graphpar.schedules.simulation import Timeline
@@ -48,6 +51,9 @@ from graphpar.text import (
     indices_text,
     is_at_or_below,
     is_below,
+    joined,
+    matching,
+    numbered_runs,
     rate_text,
     seconds_text,
     short_names,
@@ -195,7 +201,18 @@ def test_a_plan_prints_without_its_program(gpt: gp.Parts) -> None:
 
 def test_compile_json_has_the_contract_s_keys(gpt: gp.Parts) -> None:
     data = compile_json(gpt.report, gpt.plan, {"total": 1.23456789}, "out")
-    assert set(data) == {"graphpar", "torch", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
+    assert set(data) == {
+        "graphpar",
+        "torch",
+        "out",
+        "warnings",
+        "model",
+        "plan",
+        "placements",
+        "predicted",
+        "search",
+        "seconds",
+    }
     assert data["plan"] == gpt.plan.to_json()
     assert data["seconds"] == {"total": 1.2346}
     json.dumps(data)
@@ -230,6 +247,52 @@ def test_modules_are_compressed() -> None:
         ["rotary", "layers.2-3", "up.0.conv1"],
         ["rotary", "layers.5", "up.0.norm", "norm", "head"],
     ]
+
+
+def test_equal_layers_are_joined() -> None:
+    entries = [
+        ("a.0.w", "x"),
+        ("a.0.b", "y"),
+        ("a.1.w", "x"),
+        ("a.1.b", "z"),
+        ("a.2.w", "x"),
+        ("a.4.w", "x"),
+        ("head", "x"),
+    ]
+    found = [("a.0-2.w", "x"), ("a.0.b", "y"), ("a.1.b", "z"), ("a.4.w", "x"), ("head", "x")]
+    assert joined(entries) == found
+    names = dict(entries)
+    assert {path: kind for pattern, kind in packed(names).items() for path in matching(pattern, names)} == names
+    assert matching("a.{1-11}", ["a.0", "a.1", "a.10", "a.11", "a.12", "a.x"]) == ["a.1", "a.10", "a.11"]
+    assert numbered_runs(["a.0-1", "a.2", "a.3-5", "b"]) == ["a.0-5", "b"]
+
+
+def test_stages_of_equal_layers_are_on_one_row() -> None:
+    """But the first of each rank, whose row says what the rank holds, and stages whose backward is another."""
+    program = example("gpt")
+    plan = gp.plan(program, gp.Cluster.parse("2xH100"), mesh={"pp": 2}, schedule="Interleaved1F1B")
+    data = gp.partition(program, plan).report
+    assert len(equal_stages(data)) <= len(data["stages"])
+    layers = [f"blocks.{place}" for place in range(8)]
+    stages = [
+        data["stages"][1] | {"index": place, "rank": place % 2, "modules": [name]} for place, name in enumerate(layers)
+    ]
+    priced = [data["predicted"]["stages"][1] | {"index": place, "rank": place % 2} for place in range(8)]
+    data = data | {"stages": stages, "predicted": data["predicted"] | {"stages": priced}}
+    assert equal_stages(data) == [[0], [1], [2, 3, 4, 5, 6, 7]]
+    assert stages_text(data, [2, 3, 4, 5, 6, 7]) == ("2-7", "0-1", "blocks.2-7")
+    assert len(stage_table(data, 100)) == 4
+    priced[5] = priced[5] | {"backward_s": 2 * priced[5]["backward_s"]}
+    assert equal_stages(data) == [[0], [1], [2, 3, 4], [5], [6, 7]]
+
+
+def test_json_says_the_placements_of_equal_layers_once(llama: gp.Parts) -> None:
+    placements, parameters = (
+        compile_json(llama.report, llama.plan, {}, None)["placements"],
+        llama.plan.to_json()["parameters"],
+    )
+    assert len(placements) < len(parameters) / 4
+    assert unpacked(placements) == parameters
 
 
 # ---- programs that are cut -------------------------------------------------------------------------------------
@@ -315,11 +378,21 @@ def check_spans(data: dict[str, Any], timeline: Timeline, slices: list[dict[str,
     expected |= {"transfer": parts.get("pp", 0.0), "work": parts["compute"] + parts.get("host", 0.0)}
     if "turns" not in parts:
         assert {name: found.get(name, 0.0) for name in expected} == pytest.approx(expected, abs=1e-9 * step)
-    lines = memory_over_time(data, timeline)
-    assert lines is not None
-    for line, peak in zip(lines, predicted["peak_memory_bytes"]):
-        assert max(level for _, level in line) == pytest.approx(peak, abs=2)
-        assert line[0][0] == 0 and line[-1][0] == pytest.approx(step) and min(level for _, level in line) >= 0
+    sent: dict[str, float] = {}
+    for span in lanes(timeline, [StageEstimate.from_json(stage) for stage in predicted["stages"]])[rows.index(busiest)]:
+        sent[span.axis] = sent.get(span.axis, 0.0) + span.length
+    expected = {axis: seconds for axis, seconds in predicted["communication_s"].items() if axis != "pp" and seconds}
+    assert sent == pytest.approx(expected, rel=1e-6, abs=1e-9 * step)
+    ranks = memory_over_time(data, timeline)
+    assert ranks is not None
+    for levels, parts_of_rank, peak in zip(ranks, predicted["memory"], predicted["peak_memory_bytes"], strict=True):
+        assert max(level.total for level in levels) == pytest.approx(peak, abs=2)
+        assert levels[0].start == 0 and levels[-1].start == pytest.approx(step)
+        assert min(nbytes for level in levels for nbytes in level.bytes) >= 0
+        fullest = max(levels, key=lambda level: level.total)
+        sums = [sum(parts_of_rank[part] for part in parts) for parts in KINDS.values()]
+        assert fullest.bytes == pytest.approx(sums, abs=2)
+        assert levels[-1].total == pytest.approx(Memory(**parts_of_rank).between_steps().total)
 
 
 @pytest.mark.costly
@@ -405,7 +478,7 @@ def test_text_of_a_cut_program(llama: gp.Parts) -> None:
     assert "How tensors are sharded" in page and "S(1) -&gt; R" in page
     assert all(f"<dt>{name}</dt>" in page for name in ("I", "R", "P", "S(d)"))
     assert "pp 0: ranks 0-3" in page and "rank 0" not in page and "pp rank" not in page
-    assert f"{spec}@tp:" in str(llama.plan) and "model.layers.*.self_attn.q_proj.weight" in str(llama.plan)
+    assert f"{spec}@tp:" in str(llama.plan) and "model.layers.0-7.self_attn.q_proj.weight" in str(llama.plan)
 
 
 def test_logits_that_are_gathered_are_noted() -> None:

@@ -30,7 +30,7 @@ from graphpar.verification import verify_all
 from tests.tools.session_folder import session_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}
+LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x22b", "gpt2"}
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 
 NO_SEQUENCE = ("head_first", "resnet", "resnet_batchnorm", "two_towers", "unet", "vit")

@@ -18,12 +18,13 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import SHOWN, Recompute
 from graphpar.runtime.options import Decisions, options_of
+from graphpar.runtime.records import unpacked
 from graphpar.runtime.schedule_records import SCHEDULES
-from graphpar.text import bytes_text, plural, seconds_text, share_text
+from graphpar.text import bytes_text, listed, plural, seconds_text, share_text
 
 _PLACES = {name: place for place, name in enumerate(SCHEDULES)}
-POINTS = 2000
-"""How many priced plans a search's JSON lists at most."""
+POINTS, BOUNDED = 2000, 200
+"""How many priced plans a search's JSON lists at most, and of those that a bound ruled out how many, one of a mesh."""
 
 
 def mesh_text(mesh: Mesh) -> str:
@@ -142,40 +143,101 @@ def surest_first(ranked: Sequence[Priced]) -> list[Priced]:
     return [surest, *(each for each in ranked if each is not surest)]
 
 
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """What of an estimate says why its plan was not chosen.
+
+    Attributes:
+        parts_s: as in :class:`~graphpar.cost_models.estimates.Estimate`.
+        compute_s: of the busiest rank.
+        evenness: the mean work of ranks divided by that of the busiest.
+        rate: the share of the devices' peak that is reached while they compute.
+        misfit: what it needs where that is too much, in words.
+    """
+
+    step_time_s: float
+    spread_s: float
+    parts_s: Mapping[str, float]
+    compute_s: float
+    evenness: float
+    rate: float
+    misfit: str
+
+    @staticmethod
+    def of(estimate: Estimate) -> Brief:
+        """Read it off an estimate."""
+        work = [0.0] * len(estimate.memory)
+        for stage in estimate.stages:
+            work[stage.rank] += stage.forward_s + stage.backward_s
+        even = sum(work) / len(work) / max(work) if max(work) else 1.0
+        step, compute = estimate.step_time_s, estimate.compute_s
+        rate = estimate.mfu * step / compute if compute else 0.0
+        too_much = misfit(estimate) if estimate.missing_bytes > 0 else ""
+        return Brief(step, estimate.spread_s, estimate.parts_s, compute, even, rate, too_much)
+
+    @property
+    def even_parts_s(self) -> dict[str, float]:
+        """The parts of the busiest rank's step; its work above the mean is ``uneven``."""
+        busy = ("bubble", "pp", "gradients", "optimizer")
+        parts = {part: took if part in busy else self.evenness * took for part, took in self.parts_s.items()}
+        return parts | {"uneven": self.step_time_s - sum(parts.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A candidate that was not priced: it takes at least ``bound_s`` seconds a step, and where it can't fit that is why."""
+
+    candidate: Candidate
+    bound_s: float
+    fits: bool
+
+
 @dataclass(frozen=True)
 class Point:
-    """A priced plan in short: its step time in seconds, and the peak of its fullest rank in bytes."""
+    """A priced plan in short: its step time in seconds, by how much that may be off, and the peak of its fullest rank in bytes.
+
+    Attributes:
+        exact: whether every microbatch was simulated, and not a few of them.
+        brief: what says why it was not chosen.
+    """
 
     candidate: Candidate
     recompute: str
     step_time_s: float
     peak_memory_bytes: int
     fits: bool
+    spread_s: float = 0.0
+    exact: bool = True
+    brief: Brief | None = field(default=None, compare=False)
 
     @staticmethod
     def of(priced: Priced) -> Point:
         """Shorten a priced plan; where blocks recompute differently, it says how many do what."""
         kinds = priced.recompute
         if not isinstance(kinds, str):
-            kinds = (
-                ", ".join(f"{kind} of {plural(count, 'block')}" for kind, count in Counter(kinds.values()).items())
-                or "none"
-            )
-        estimate = priced.estimate
+            counts = Counter(unpacked(kinds).values())
+            kinds = ", ".join(f"{kind} of {plural(count, 'block')}" for kind, count in counts.items()) or "none"
+        brief = Brief.of(priced.estimate)
         return Point(
-            priced.candidate, kinds, estimate.step_time_s, max(estimate.peak_memory_bytes), estimate.missing_bytes <= 0
-        )
+            priced.candidate, kinds, brief.step_time_s, max(priced.estimate.peak_memory_bytes), priced.fits,
+            brief.spread_s, priced.estimate.exact, brief,
+        )  # fmt: skip
 
     @property
     def row(self) -> list[Any]:
-        """The values of :data:`COLUMNS`."""
-        each = self.candidate
-        own = [getattr(each, name) for name in SHOWN_FIELDS]
-        return [*each.mesh.degrees().values(), *own, *(getattr(self, name) for name in _PRICED)]
+        """The values of :data:`COLUMNS`, but for the last."""
+        return [*_decided(self.candidate), *(getattr(self, name) for name in _PRICED)]
 
 
-_PRICED = tuple(each.name for each in fields(Point))[1:]
-COLUMNS = (*Mesh().degrees(), *SHOWN_FIELDS, *_PRICED)
+def _decided(candidate: Candidate) -> list[Any]:
+    """Return a candidate's degrees and :data:`SHOWN_FIELDS`."""
+    return [*candidate.mesh.degrees().values(), *(getattr(candidate, name) for name in SHOWN_FIELDS)]
+
+
+_PRICED = tuple(each.name for each in fields(Point))[1:-1]
+BOUNDED_COLUMNS = (*Mesh().degrees(), *SHOWN_FIELDS, "bound_s", "fits")
+"""What a row of the plans that were ruled out by a bound holds."""
+COLUMNS = (*Mesh().degrees(), *SHOWN_FIELDS, *_PRICED, "why_not")
 """What a row of a search's priced plans holds."""
 
 
@@ -248,6 +310,8 @@ class SearchResult:
         left_out: what was not tried, in words.
         misfits: on meshes on which nothing fits, the candidate nearest to fitting, where it is faster than ``best``.
         points: every candidate that was priced, the fastest first.
+        bounded: of those that were not priced, as a bound of their time, or of their memory, ruled them out, the one of each mesh with the
+            lowest bound of its time, ascending.
         tried: the values that were tried, and how many candidates were not priced, and why.
         kept: the best plans with what their prices need; None where no plan fits.
     """
@@ -262,6 +326,7 @@ class SearchResult:
     lower_bound_s: float = 0.0
     left_out: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
+    bounded: tuple[Bounded, ...] = ()
     tried: Tried | None = None
     kept: KeptPlans | None = None
 
@@ -280,7 +345,7 @@ class SearchResult:
 
     def why_not(self, other: Priced) -> str:
         """Return in words why ``other`` was not chosen."""
-        return why_not(None if self.best is None else self.best.estimate, other.estimate)
+        return why_not(None if self.best is None else Brief.of(self.best.estimate), Brief.of(other.estimate))
 
     def to_json(self) -> dict[str, Any]:
         """Return the search as plain data. The optimality gap is relative to this cost model."""
@@ -313,9 +378,13 @@ class SearchResult:
             kept.add(point.candidate)
         shown = [point for point in self.points if point.candidate in kept]
         places = {point.candidate: place for place, point in enumerate(shown)}
+        taken = None if self.best is None else Brief.of(self.best.estimate)
+        why = ["" if each.candidate == best or not each.brief else why_not(taken, each.brief) for each in shown]
         return {
             "columns": list(COLUMNS),
-            "rows": [point.row for point in shown],
+            "rows": [[*point.row, reason] for point, reason in zip(shown, why)],
+            "bounded_columns": list(BOUNDED_COLUMNS),
+            "bounded": [[*_decided(each.candidate), each.bound_s, each.fits] for each in self.bounded[:BOUNDED]],
             "chosen": None if best is None else places.get(best),
             "front": [places[point.candidate] for point in front],
             "left_out": len(self.points) - len(shown),
@@ -328,15 +397,16 @@ _LEAST = 1e-4
 """Losses below this share of the step count as none."""
 
 
-def why_not(best: Estimate | None, other: Estimate) -> str:
+def why_not(best: Brief | None, other: Brief) -> str:
     """Return why ``other`` was not chosen: it does not fit, or which part of its step loses most against ``best``."""
-    if other.missing_bytes > 0:
-        return misfit(other)
+    if other.misfit:
+        return other.misfit
     if best is None:
         return ""
     if other.step_time_s < best.step_time_s and other.spread_s > best.spread_s:
         return f"known to {seconds_text(other.spread_s)} only, not to {seconds_text(best.spread_s)}"
-    losses = _losses(best, other)
+    mine, theirs = other.even_parts_s, best.even_parts_s
+    losses = {part: mine.get(part, 0.0) - theirs.get(part, 0.0) for part in mine | theirs}
     part = max(losses, key=losses.__getitem__)
     if losses[part] <= _LEAST * other.step_time_s:
         return "as fast; the simpler of the two was taken"
@@ -347,7 +417,7 @@ def misfit(estimate: Estimate) -> str:
     """Return ``does not fit: stage 0 needs 91.2 GiB of 77.6 GiB``."""
     rank, stages = estimate.fullest
     where = (
-        f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        f"stage{'s' if len(stages) > 1 else ''} {listed(list(map(str, stages)), 8)}"
         if len(estimate.stages) > 1
         else "a device"
     )
@@ -355,53 +425,24 @@ def misfit(estimate: Estimate) -> str:
     return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {estimate.room_text}"
 
 
-def _losses(best: Estimate, other: Estimate) -> Mapping[str, float]:
-    """Return the seconds by which each part of ``other`` is longer; what uneven stages lose is one of the parts."""
-    mine, theirs = _step_parts(other), _step_parts(best)
-    return {part: mine.get(part, 0.0) - theirs.get(part, 0.0) for part in mine | theirs}
-
-
-def _step_parts(estimate: Estimate) -> dict[str, float]:
-    """Return the parts of the busiest rank's step; its work above the mean is ``uneven``."""
-    even = _evenness(estimate)
-    busy = ("bubble", "pp", "gradients", "optimizer")
-    parts = {part: seconds if part in busy else even * seconds for part, seconds in estimate.parts_s.items()}
-    return parts | {"uneven": estimate.step_time_s - sum(parts.values())}
-
-
-def _evenness(estimate: Estimate) -> float:
-    """Return the mean work of ranks divided by that of the busiest."""
-    work = [0.0] * len(estimate.memory)
-    for stage in estimate.stages:
-        work[stage.rank] += stage.forward_s + stage.backward_s
-    return sum(work) / len(work) / max(work) if max(work) else 1.0
-
-
-def _rate(estimate: Estimate) -> float:
-    """Return the share of the devices' peak that is reached while they compute."""
-    return estimate.mfu * estimate.step_time_s / estimate.compute_s if estimate.compute_s else 0.0
-
-
-def _compute(best: Estimate, other: Estimate) -> str:
+def _compute(best: Brief, other: Brief) -> str:
     rates = (
-        f": {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}"
-        if _rate(other) < 0.99 * _rate(best)
-        else ""
+        f": {share_text(other.rate)} of the peak, not {share_text(best.rate)}" if other.rate < 0.99 * best.rate else ""
     )
     return f"computes {seconds_text(other.compute_s)}, not {seconds_text(best.compute_s)}{rates}"
 
 
-def _uneven(best: Estimate, other: Estimate) -> str:
-    return f"uneven stages: the slowest rank has {1 / _evenness(other):.2f}x the mean to do, not {1 / _evenness(best):.2f}x"
+def _uneven(best: Brief, other: Brief) -> str:
+    return f"uneven stages: the slowest rank has {1 / other.evenness:.2f}x the mean to do, not {1 / best.evenness:.2f}x"
 
 
-def _bubble(best: Estimate, other: Estimate) -> str:
+def _bubble(best: Brief, other: Brief) -> str:
     shares = [estimate.parts_s.get("bubble", 0.0) / estimate.step_time_s for estimate in (other, best)]
     against = f", not {share_text(shares[1])}" if shares[1] else ""
     return f"bubble of {seconds_text(other.parts_s['bubble'])}: {share_text(shares[0])} of the step{against}"
 
 
-def _part(best: Estimate, other: Estimate, part: str) -> str:
+def _part(best: Brief, other: Brief, part: str) -> str:
     """Return ``tp traffic 96 ms exposed, not 29 ms``, or what the part is called in ``_PHRASES``."""
     seconds = best.parts_s.get(part, 0.0)
     against = f", not {seconds_text(seconds)}" if seconds else ""

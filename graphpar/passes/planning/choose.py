@@ -198,7 +198,7 @@ def _plan(
     units = with_own_units(program, stages, pins.units) if zero >= 2 else (program, stages)
     in_shards = stored_in_shards(*units) if zero >= 2 else frozenset()
     check_replicas(mesh, zero, pins.shard_plan, program, in_shards)
-    dims = stored_dims(mesh, pins.shard_plan, program, in_shards)
+    dims = stored_dims(mesh, pins.shard_plan, program, found.local, in_shards)
     check_even(mesh, dims, found.local)
     prefetch, distance = prefetching(mesh.pp, zero, pins.reshard, pins.prefetch, pins.prefetch_distance)
     check_reach(distance, max(len(gathered_in_turn(units[0], stage)) for stage in units[1]))

@@ -268,11 +268,20 @@ def _stored_as(spec: Spec) -> Shard:
 
 
 def stored_dims(
-    mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program, stored: Collection[str]
+    mesh: Mesh, shard_plan: Mapping[str, Any] | None, program: Program, local: Program, stored: Collection[str]
 ) -> dict[str, int]:
-    """Return on which dim each of the parameters that are ``stored`` in shards is divided: on the first, or as a shard plan says."""
+    """Return on which dim each of the parameters that are ``stored`` in shards is divided: as a shard plan says, else on the first; where
+    that has fewer rows on a rank (of the program ``local``) than there are shards, such as the experts of a rank, on the first dim
+    that divides evenly, if there is one."""
     pins = resolve(shard_plan, names_of(program), mesh.degrees()).parameters if shard_plan else {}
-    return {name: _stored_as(pins.get(name, {})).dim for name in sorted(stored)}
+
+    def divided(name: str) -> int:
+        shape = local.parameters[name].shape
+        if pins.get(name, {}).get("dp_shard") or shape[0] >= mesh.shards:
+            return _stored_as(pins.get(name, {})).dim
+        return next((dim for dim, size in enumerate(shape) if size % mesh.shards == 0), 0)
+
+    return {name: divided(name) for name in sorted(stored)}
 
 
 def check_even(mesh: Mesh, dims: Mapping[str, int], local: Program) -> None:

@@ -22,6 +22,7 @@ from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.prices import CandidatePrices
 from graphpar.passes.planning.stage_balance import UnitSavings
 from graphpar.runtime.option_kinds import Recompute
+from graphpar.runtime.records import packed
 from graphpar.runtime.schedule_records import get_schedule
 
 TRIES = 10
@@ -242,7 +243,7 @@ class Fitting:
             for path in self._recomputed_in(candidate, unit)
             if path in recomputed[kind]
         }
-        return next((kind for kind, each in zip(kinds, recomputed) if each == found), found)
+        return next((kind for kind, each in zip(kinds, recomputed) if each == found), packed(found))
 
 
 def _changes(choices: Sequence[int], units: Sequence[int], kinds: int) -> Iterator[dict[int, int]]:

@@ -19,6 +19,7 @@ from graphpar.ir.program import Program
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.planning.bounds import StepBounds
 from graphpar.passes.planning.candidates import (
+    Bounded,
     Candidate,
     Point,
     Priced,
@@ -61,6 +62,7 @@ class Explored:
         best: the fastest that fits, of each mesh.
         fastest: of all of these.
         hopeless: candidates that can't fit.
+        slower: those that a bound of their time ruled out, with that bound.
         lower: no candidate takes fewer seconds a step.
         exact: the best of each mesh with every microbatch simulated, once the search has ended.
         points: those that were priced.
@@ -81,6 +83,7 @@ class Explored:
     fastest: Priced | None = None
     misfits: list[Priced] = field(default_factory=list)
     hopeless: list[Candidate] = field(default_factory=list)
+    slower: list[tuple[float, int]] = field(default_factory=list)
     lower: float = math.inf
     exact: list[Priced] = field(default_factory=list)
     points: dict[Candidate, Point] = field(default_factory=dict)
@@ -319,9 +322,22 @@ class Planner:
             lower_bound_s=found.lower,
             left_out=self._left_out(able, found.open),
             points=tuple(sorted(found.points.values(), key=lambda each: (each.step_time_s, *each.candidate.key))),
+            bounded=self._ruled_out(found),
             tried=Tried.of(every, able, hopeless, found.points, self._useless, self._unsolved, found.open),
             kept=self._kept([*ranked[: KEPT - len(faster)], *faster]) if ranked else None,
         )
+
+    def _ruled_out(self, found: Explored) -> tuple[Bounded, ...]:
+        """Return of each mesh the candidate with the lowest bound of its time among those that were not priced, as a bound ruled them
+        out; of those that can't fit only where the mesh has no other."""
+        slower = [(seconds, self.space.order[number], number) for seconds, number in found.slower]
+        ruled_out = [Bounded(self.space.all[number], seconds, True) for seconds, _, number in sorted(slower)]
+        ruled_out += [Bounded(each, each.bound, False) for each in sorted(found.hopeless, key=lambda each: each.bound)]
+        first: dict[Mesh, Bounded] = {}
+        for each in ruled_out:
+            if each.candidate not in found.points:
+                first.setdefault(each.candidate.mesh, each)
+        return tuple(sorted(first.values(), key=lambda each: (each.bound_s, *each.candidate.key)))
 
     def _kept(self, plans: Sequence[Priced]) -> KeptPlans | None:
         """Return these plans, the chosen one first, with what their prices need."""
@@ -369,15 +385,19 @@ class Planner:
             self.show(found.text(len(found.able)))
             found.shown_at = now
         if prune and found.times[self._settled :] and bound > found.times[self._settled]:
+            found.slower += [(bound, number), *((bound, number) for bound, _, number, _ in heap)]
             heap.clear()
             return False
         if level == _DOUBTFUL:
             if not found.times or bound < found.times[0]:
                 self._expand(number, found)
+            else:
+                found.slower.append((bound, number))
             return True
         candidate = replace(self.space.all[number], bound=found.bounds[number])
         known = found.best.get(candidate.mesh)
         if prune and known is not None and bound > known.estimate.step_time_s:
+            found.slower.append((bound, number))
             return True
         if level < len(higher):
             bound = max(bound, higher[level](candidate))

@@ -185,7 +185,7 @@ class _Checker:
                 continue
             own = [axis for axis, chosen in zip(self.axes, choice.rewrites) if chosen == name]
             given_for = [operand.args[1] for operand in operands_of(node) if operand.target is rewrite.own]
-            if list(dict.fromkeys(given_for)) != own:
+            if list(dict.fromkeys(given_for)) != (own[:1] if rewrite.first else own):
                 self.problems.append(
                     f"{node.name} is placed as {name} on {own or 'no axis'}, but takes {rewrite.own.__name__} on "
                     f"{given_for or 'none'}"

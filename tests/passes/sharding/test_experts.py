@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, fx, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import graphpar as gp
 from graphpar.annotations.values import allows
@@ -387,3 +389,47 @@ def test_outputs_without_a_loss_equal_the_models() -> None:
     outcome = gp.verify(gp.partition(program, gp.plan(program, mesh={"ep": 2})))
 
     assert outcome.ok, (outcome.problems, outcome.max_error)
+
+
+def _mixture(**sizes: int) -> Program:
+    size = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1} | sizes
+    model = MixtralForCausalLM(MixtralConfig(**size, num_experts_per_tok=1, sliding_window=None, use_cache=False))
+    ids = torch.randint(61, (8, 8), generator=torch.Generator().manual_seed(0))
+    return gp.export(model, kwargs={"input_ids": ids, "labels": ids.clone()})
+
+
+BY_HEADS = {
+    "model.layers.*.self_attn.q_proj.weight": "S(0)@ep, S(0)@tp",
+    "model.layers.*.self_attn.o_proj.weight": "S(1)@ep, S(1)@tp",
+}
+
+
+@pytest.mark.costly
+def test_heads_of_one_group_over_two_axes_take_their_group_once() -> None:
+    """On the outer axis: the inner one divides the heads of that group. With one group this is exact on 4 ranks."""
+    for groups, degree, heads in ((2, 4, 32), (1, 2, 8)):
+        program = _mixture(num_attention_heads=heads, num_key_value_heads=groups, num_local_experts=4)
+        plan = gp.plan(program, mesh={"ep": degree, "tp": degree}, shard_plan=BY_HEADS)
+        parts = gp.partition(program, plan)
+        calls = re.findall(
+            r'own_group\(\w+, "(\w+)"', "".join(parts.files[name] for name in parts.files if "stage" in name)
+        )
+        assert calls == ["ep", "ep"]
+    result = gp.verify(parts, steps=1)
+    assert result.ok, result
+
+
+@pytest.mark.costly
+def test_a_rank_with_fewer_experts_than_shards_stores_a_share_of_each() -> None:
+    """Each rank of dp_shard as many bytes, as the price says; a pin of the first dim is obeyed."""
+    program = _mixture(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    mesh, name = {"dp_expert": 2, "dp_shard": 2}, "model.layers.0.mlp.experts.down_proj"
+    plan = gp.plan(program, mesh=mesh, zero=3)
+    assert plan.fully_sharded[name] == 1 and plan.fully_sharded["lm_head.weight"] == 0
+    parts = gp.partition(program, plan)
+    stored, priced = parts.report["state"]["rank_bytes"], parts.report["predicted"]["memory"][0]
+    assert stored["parameters"] == pytest.approx(priced["parameters"], rel=0.01)
+    result = gp.verify(parts, steps=1)
+    assert result.ok, result
+    pinned = gp.plan(program, mesh=mesh, zero=3, shard_plan={"model.layers.*.mlp.experts.down_proj": "S(0)@dp_shard"})
+    assert pinned.fully_sharded[name] == 0
