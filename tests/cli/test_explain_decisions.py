@@ -90,7 +90,7 @@ def test_blocks_and_cuts_by_path() -> None:
     explainer = DecisionExplainer(Alternatives(program, plan, cluster, asked))
     cut, block = explainer.lines("blocks.3")
     assert cut.startswith("stage 1 begins there, pinned; next best it begins at ")
-    assert block.startswith("recompute none; next best recompute full: ")
+    assert block.startswith("recompute none; next best recompute ")
     assert "compute +" in block and "gradients" in cut and "parameters" in cut
     assert explainer.lines("tokens") == []
     moved, changed = explainer.to_json()
