@@ -95,9 +95,10 @@ def test_blocks_and_cuts_by_path() -> None:
     assert explainer.lines("tokens") == []
     moved, changed = explainer.to_json()
     path = moved["next_best"]["value"].removeprefix("it begins at ")
+    kind = changed["next_best"]["value"].removeprefix("recompute ")
     for row, pins in (
         (moved, {"split": [path]}),
-        (changed, {"split": ["blocks.3"], "recompute": {"blocks.3": "full"}}),
+        (changed, {"split": ["blocks.3"], "recompute": {"blocks.3": kind}}),
     ):
         pinned = gp.plan(program, cluster, mesh={"pp": 2}, **pins)  # type: ignore[arg-type]
         assert pinned.predicted is not None
