@@ -34,21 +34,12 @@ def windows(order: Order, rank: int, costs: Sequence[StageSeconds]) -> dict[int,
         each = {"F": cost.forward, "B": cost.backward, "I": cost.backward - cost.weight, "W": cost.weight}
         for kind, value in each.items():
             seconds[KIND_ORDER.index(kind) * count + stage] = value
-    prices = order.price[order.actions_of[rank]]
-    taken = seconds[prices]
-    ends, kinds, stages = np.cumsum(taken), prices // count, prices % count
-    forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(_IS_BACKWARD[kinds])
-    first = dict(zip(stages[forwards[::-1]].tolist(), forwards[::-1].tolist()))  # of several the last counts
-    last = dict(zip(stages[backwards].tolist(), backwards.tolist()))
+    taken = seconds[order.price[order.actions_of[rank]]]
+    ends = np.cumsum(taken)
     return {
-        stage: StageWindow(float(ends[begin] - taken[begin]), float(ends[-1] - ends[last[stage]]))
-        for stage, begin in sorted(first.items())
-        if stage in last
+        stage: StageWindow(float(ends[begin] - taken[begin]), float(ends[-1] - ends[last]))
+        for stage, (begin, last) in order.windows_of[rank].items()
     }
-
-
-_FORWARD = KIND_ORDER.index("F")
-_IS_BACKWARD = np.array([kind in ("B", "I", "W") for kind in KIND_ORDER])
 
 
 def exposed_reduce(

@@ -174,7 +174,9 @@ class _Parts:
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
         working = working_dtypes(program) if program.mode == "train" else {}
-        self.recomputations = Recomputations(program, degrees, how.device) if like is None else like.recomputations
+        self.recomputations: Recomputations = (
+            Recomputations(program, degrees, how.device) if like is None else like.recomputations
+        )
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -31,10 +32,12 @@ Nodes: TypeAlias = NDArray[np.int64]
 
 KIND_ORDER = (*COMPUTATIONS, *STATE)  # an action's price is number kind * stages + stage
 _SENDING = ("F", "B", "I")
+_FORWARD = KIND_ORDER.index("F")
+_BACKWARDS = [KIND_ORDER.index(kind) for kind in ("B", "I", "W")]
 START = 0  # the node that has always ended
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Order:
     """A table as nodes, node 0 being the start of the step. Made by :func:`order_of`.
 
@@ -66,6 +69,18 @@ class Order:
     def splits_backwards(self) -> bool:
         """Whether weight halves of backwards run apart."""
         return bool((self.price // self.stages == KIND_ORDER.index("W")).any())
+
+    @cached_property
+    def windows_of(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """For each rank, by stage: the places among its actions of the first forward and of the last backward."""
+        found = []
+        for actions in self.actions_of:
+            kinds, stages = np.divmod(self.price[actions], self.stages)
+            forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(np.isin(kinds, _BACKWARDS))
+            first = dict(zip(stages[forwards[::-1]].tolist(), forwards[::-1].tolist()))  # of several the last counts
+            last = dict(zip(stages[backwards].tolist(), backwards.tolist()))
+            found.append({stage: (begin, last[stage]) for stage, begin in sorted(first.items()) if stage in last})
+        return tuple(found)
 
     @property
     def first_transfer_price(self) -> int:
