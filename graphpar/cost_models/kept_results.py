@@ -263,17 +263,21 @@ class Recomputations:
         for block in self.program.blocks.values():
             for path in dict.fromkeys(block.instances):
                 if kind := kinds.get(path):
-                    key = block.name, kind
-                    if key not in self._known:
-                        self._known[key] = self._recomputation(block, kind)
-                    if (how := self._known[key]) is not None:
+                    how = self._of_block(block, kind)
+                    if how is not None:
                         found[path] = how
         return found
+
+    def _of_block(self, block: Block, kind: str) -> Recomputation | None:
+        key = block.name, kind
+        if key not in self._known:
+            self._known[key] = self._recomputation(block, kind)
+        return self._known[key]
 
     def _recomputation(self, block: Block, kind: str) -> Recomputation | None:
         how = Recomputation(kind, rows_travel=any(node.target in STARTS for node in block.graph.nodes))
         if how.gathers and how.pointwise:
-            either = [self._recomputation(block, each) for each in (GATHERS, POINTWISE)]
+            either = [self._of_block(block, each) for each in (GATHERS, POINTWISE)]
             if None in either:  # that of which there is something
                 return next(filter(None, either), None)
         if how.by_hooks:

@@ -35,11 +35,10 @@ def windows(order: Order, rank: int, costs: Sequence[StageSeconds]) -> dict[int,
         for kind, value in each.items():
             seconds[KIND_ORDER.index(kind) * count + stage] = value
     taken = seconds[order.price[order.actions_of[rank]]]
-    ends, (first, last) = np.cumsum(taken), order.ends_of(rank)
+    ends = np.cumsum(taken)
     return {
-        stage: StageWindow(float(ends[begin] - taken[begin]), float(ends[-1] - ends[last[stage]]))
-        for stage, begin in sorted(first.items())
-        if stage in last
+        stage: StageWindow(float(ends[begin] - taken[begin]), float(ends[-1] - ends[last]))
+        for stage, (begin, last) in order.windows_of[rank].items()
     }
 
 

@@ -112,11 +112,11 @@ class RankUnits:
     def __init__(self, program: Program, degrees: Mapping[str, int], like: RankUnits | None = None) -> None:
         self.program, self.degrees = program, degrees
         self._split_points: dict[tuple[SplitAt, ...], _SplitPoints] = {}
-        self._parts: dict[_SplitPoints, _Parts] = {}
-        self._numbers: dict[tuple[Hashable, ...], int] = {} if like is None else like._numbers
         self._memories: dict[tuple[str, bool], _Memories] = (
             {} if like is None else like._memories
         )  # equal units have equal ones, whatever else there is
+        self._numbers: dict[tuple[Hashable, ...], int] = {} if like is None else like._numbers
+        self._parts: dict[tuple[str, bool, tuple[str, ...] | None, _SplitPoints], _Parts] = {}
         self._measured: dict[tuple[_How, _SplitPoints], _Measured] = {}
         self._units: dict[tuple[_How, tuple[SplitAt, ...], tuple[tuple[str, str], ...], bool], list[Unit]] = {}
 
@@ -157,24 +157,49 @@ class RankUnits:
         key = how, self._split_points[required]  # pinned split points may be among those found anyway
         if key not in self._measured:
             memories = self._memories.setdefault((how.device, how.recasts), {})
-            if key[1] not in self._parts:
-                self._parts[key[1]] = _Parts(self.program, key[1], self._numbers)
-            self._measured[key] = _Measured(self.program, self.degrees, how, self._parts[key[1]], memories)
+            of_parts = how.device, how.recasts, how.units, key[1]
+            if of_parts not in self._parts:
+                like = next((parts for (device, *_), parts in self._parts.items() if device == how.device), None)
+                self._parts[of_parts] = _Parts(self.program, self.degrees, how, key[1], self._numbers, like)
+            self._measured[key] = _Measured(self.program, self.degrees, how, self._parts[of_parts], memories)
         return self._measured[key]
 
 
 class _Parts:
-    """A lowered program between ``split_points``, and what does not depend on how it runs.
+    """The stages of a lowered program between ``split_points``, and what they hold and send, however products and collectives run.
 
     Args:
         numbers: those that are known of stages' operators.
+        like: parts whose blocks are recomputed in the same ways.
     """
 
-    def __init__(self, program: Program, split_points: _SplitPoints, numbers: dict[tuple[Hashable, ...], int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        how: _How,
+        split_points: _SplitPoints,
+        numbers: dict[tuple[Hashable, ...], int],
+        like: _Parts | None,
+    ) -> None:
         positions = [position for position, _ in split_points]
+        self.stages = split(program, positions)
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
-        self.stages, self.whole = split(program, positions), split(program, [])[0]
-        self.names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
+        self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
+        working = working_dtypes(program) if program.mode == "train" else {}
+        self.recomputations: Recomputations = (
+            Recomputations(program, degrees, how.device) if like is None else like.recomputations
+        )
+        names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
+        holders = Counter(name for each in names for name in each)
+        several = {name for name, count in holders.items() if count > 1}
+        together = unit_of_each(program, split(program, [])[0], how.units)
+        read = _read_in_backward(program)
+        self.held = [
+            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in self.stages
+        ]
+        gathered = [{together.get(name) for name in each} - {None} for each in names]
+        self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
         self.caches = [_cache(program, stage) for stage in self.stages]
@@ -185,53 +210,35 @@ class _Parts:
 
 
 class _Measured:
-    """The units of a lowered program between split points, and what was measured of them, however their blocks are recomputed."""
+    """The units of a lowered program, and what was measured of them, however their blocks are recomputed."""
 
     def __init__(
-        self,
-        program: Program,
-        degrees: Mapping[str, int],
-        how: _How,
-        parts: _Parts,
-        memories: _Memories,
+        self, program: Program, degrees: Mapping[str, int], how: _How, parts: _Parts, memories: _Memories
     ) -> None:
-        self.program, self.degrees, self.device, self.memories, self.parts = (
-            program,
-            degrees,
-            how.device,
-            memories,
-            parts,
-        )
+        self.program, self.degrees, self.how, self.parts, self.memories = program, degrees, how, parts, memories
         # Seconds are those of the program that is printed; its memory is that of the collectives and products by themselves.
         noted, self.noted = with_joined(program, parts.stages, whole=how.joined, rings=how.rings)
         self.works = Works(
             noted, degrees, fused=how.fused, gradient_bytes=how.gradient_bytes, compiled=how.compiled, recasts=how.recasts,
             travelling=how.travelling,
         )  # fmt: skip
-        self.how = how
-        self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
-        working = working_dtypes(program) if program.mode == "train" else {}
-        self.recomputations = Recomputations(program, degrees, how.device)
         self.kinds: dict[tuple[_Signature, frozenset[str]], UnitClass] = {}
-        holders = Counter(name for each in parts.names for name in each)
-        several = {name for name, count in holders.items() if count > 1}
-        together = unit_of_each(program, parts.whole, how.units)
-        read = _read_in_backward(program)
-        self.held = [
-            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in parts.stages
-        ]
-        gathered = [{together.get(name) for name in each} - {None} for each in parts.names]
-        self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
 
     def units(self, blocks: Iterable[tuple[str, str]]) -> list[Unit]:
         """Return the units, in order, where ``blocks`` says how blocks are recomputed; equal ones are of one class."""
-        recomputed = self.recomputations.of(dict(blocks))
+        parts = self.parts
+        recomputed = parts.recomputations.of(dict(blocks))
         activations = Activations(
-            self.program, self.degrees, device=self.device, even_experts=True, recomputed=recomputed, casts=self.casts
+            self.program,
+            self.degrees,
+            device=self.how.device,
+            even_experts=True,
+            recomputed=recomputed,
+            casts=parts.casts,
         )
-        shared: set[str] = set()
-        units, parts = [], self.parts
         kinds = {path: how.kind for path, how in recomputed.items()}
+        shared: set[str] = set()
+        units = []
         for number, (stage, (position, point)) in enumerate(zip(parts.stages, parts.begins)):
             noted, again = self.noted[number], shared & set(stage.recomputed)
             signature = parts.numbers[number], tuple(map(kinds.get, parts.calls[number]))
@@ -243,9 +250,9 @@ class _Measured:
                 work = self.works.of(noted.graph, again, plain, shards)
                 self.kinds[key] = UnitClass(work, parts.sends[number], measure, self._repeated(noted, recomputed))
             shared |= set(stage.recomputed)
-            held, buffers = self.held[number]
+            held, buffers = parts.held[number]
             kind, inputs, cache = self.kinds[key], parts.inputs[number], parts.caches[number]
-            joins, calls = self.joins[number], bool(parts.calls[number])
+            joins, calls = parts.joins[number], bool(parts.calls[number])
             units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins, calls))
         return units
 
@@ -262,9 +269,9 @@ class _Measured:
             ):  # a third of what selective recomputation does around each operator, and less in the backward
                 block = self.program.block_of(node)
                 again = sum(each.op == "call_function" and each.name not in how.nodes for each in block.graph.nodes)
-                found += Repeated(hooked=again, watched=(self.recomputations.dispatched(block)[0] // 3, 0))
+                found += Repeated(hooked=again, watched=(self.parts.recomputations.dispatched(block)[0] // 3, 0))
             elif not how.by_hooks:
-                counts = self.recomputations.dispatched(self.program.block_of(node))
+                counts = self.parts.recomputations.dispatched(self.program.block_of(node))
                 found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))
         return found
 

@@ -15,7 +15,8 @@ when it starts, and their results are sent when the whole pair has ended.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -32,11 +33,11 @@ Nodes: TypeAlias = NDArray[np.int64]
 KIND_ORDER = (*COMPUTATIONS, *STATE)  # an action's price is number kind * stages + stage
 _SENDING = ("F", "B", "I")
 _FORWARD = KIND_ORDER.index("F")
-_IS_BACKWARD = np.array([kind in ("B", "I", "W") for kind in KIND_ORDER])
+_BACKWARDS = [KIND_ORDER.index(kind) for kind in ("B", "I", "W")]
 START = 0  # the node that has always ended
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Order:
     """A table as nodes, node 0 being the start of the step. Made by :func:`order_of`.
 
@@ -58,7 +59,6 @@ class Order:
     actions_of: tuple[Nodes, ...]  # the nodes of each rank's actions
     steps_of: tuple[list[int], ...]
     carried: tuple[Action, ...]  # for each transfer, in the order of the nodes, the action whose result it carries
-    _ends: dict[int, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict, init=False)
 
     @property
     def stages(self) -> int:
@@ -70,14 +70,17 @@ class Order:
         """Whether weight halves of backwards run apart."""
         return bool((self.price // self.stages == KIND_ORDER.index("W")).any())
 
-    def ends_of(self, rank: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return for each stage of ``rank`` the place of its first forward among the rank's actions, and of its last backward."""
-        if rank not in self._ends:
-            kinds, stages = np.divmod(self.price[self.actions_of[rank]], self.stages)
-            forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(_IS_BACKWARD[kinds])
+    @cached_property
+    def windows_of(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """For each rank, by stage: the places among its actions of the first forward and of the last backward."""
+        found = []
+        for actions in self.actions_of:
+            kinds, stages = np.divmod(self.price[actions], self.stages)
+            forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(np.isin(kinds, _BACKWARDS))
             first = dict(zip(stages[forwards[::-1]].tolist(), forwards[::-1].tolist()))  # of several the last counts
-            self._ends[rank] = first, dict(zip(stages[backwards].tolist(), backwards.tolist()))
-        return self._ends[rank]
+            last = dict(zip(stages[backwards].tolist(), backwards.tolist()))
+            found.append({stage: (begin, last[stage]) for stage, begin in sorted(first.items()) if stage in last})
+        return tuple(found)
 
     @property
     def first_transfer_price(self) -> int:

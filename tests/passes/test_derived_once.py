@@ -12,9 +12,12 @@ import pytest
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.cost_models import activation_memory
+from graphpar.cost_models import activation_memory, kept_results
+from graphpar.cost_models.execution import Execution
 from graphpar.frontend.modelfile import load_model_file
-from graphpar.passes import rank_passes
+from graphpar.ir.recomputation import POINTWISE
+from graphpar.passes import measured_units, rank_passes
+from graphpar.passes.measured_units import RankUnits
 from graphpar.passes.planning import choose
 from graphpar.passes.sharding import problem
 from tests.tools.programs import EXAMPLES, example
@@ -68,6 +71,26 @@ def test_the_command_solves_and_lowers_each_tp_degree_once(
     measured = of(counted, "measured")
     layers = Counter((degrees, rows) for degrees, modules, rows in measured if any(".layers." in m for m in modules))
     assert set(measured.values()) == {1} and set(layers.values()) == {1}, measured  # one layer stands for all
+
+
+def test_units_are_split_once_for_all_ways_to_run_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The units are those that each way alone has, and the operators that a block runs again are measured once."""
+    program, counts = example("llama"), Counter[str]()
+    for module, name in ((measured_units, "split"), (kept_results, "_made_again")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, name=name, real=real: (counts.update([name]), real(*args))[1])
+    blocks = tuple((path, POINTWISE) for block in program.blocks.values() for path in block.instances)
+    ways = [Execution(joined=joined, rings=rings, blocks=blocks) for joined in (False, True) for rings in (False, True)]
+
+    def described(units: RankUnits, way: Execution) -> list[Any]:
+        return [(each.kind.work, each.kind.again, each.kind.memory, each.held, each.inputs) for each in units.of(way)]
+
+    together = RankUnits(program, {})
+    found = [described(together, way) for way in ways]
+    once = Counter(counts)
+    assert once["_made_again"] == len(program.blocks)
+    assert found == [described(RankUnits(program, {}), way) for way in ways]
+    assert counts == Counter({name: count * (1 + len(ways)) for name, count in once.items()})
 
 
 def test_a_plan_brings_its_solution_to_the_partition(counted: Counter[tuple[str, Any]]) -> None:

@@ -60,6 +60,7 @@ class Space:
         self.batch = global_batch(program, pins)
         self.kinds = kinds_of(program, pins)
         self.refused: dict[str, None] = {}
+        self._compiled: dict[str, bool] = {}
         self.any_cp = False
 
     def kinds_beside(self, overlap_tp: bool) -> tuple[Recompute, ...]:
@@ -174,7 +175,7 @@ class Space:
             for zero, reshard in self.states(mesh):
                 for schedule, depth, split_points in self._schedules(mesh, zero, reshard):
                     counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else divisors(rows)
-                    compiled = compiles(self.program, self.pins, schedule)
+                    compiled = self._compiles(schedule)
                     for count in counts:
                         size = rows // count
                         if (count == 1 or self._splits) and self.pins.microbatch_size in (None, size):
@@ -182,6 +183,12 @@ class Space:
                                 yield Candidate(
                                     mesh, schedule, depth, size, count, split_points, zero, reshard, overlap, compiled
                                 )
+
+    def _compiles(self, schedule: str) -> bool:
+        """Whether blocks are compiled under ``schedule``."""
+        if schedule not in self._compiled:
+            self._compiled[schedule] = compiles(self.program, self.pins, schedule)
+        return self._compiled[schedule]
 
     @functools.cached_property
     def _splits(self) -> bool:
