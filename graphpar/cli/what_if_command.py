@@ -35,7 +35,10 @@ def run(options: argparse.Namespace) -> Result:
             "Give what is to be different: --network 0.5x, --batch, --devices, --cluster, --microbatch-size, --memory-headroom or --mesh."
         )
     path, record = read_record(options.plan)
-    answer = what_if(_kept(path, read_plan(path, record)), change)
+    plan = read_plan(path, record)
+    kept = _kept(path, plan)
+    plan.precision.check_units(change.on(kept.cluster).device)
+    answer = what_if(kept, change)
     data = {"change": _said(change), **answer.to_json()}
     return Result(data, lambda console: _show(console, answer, change))
 

@@ -12,8 +12,9 @@ from graphpar.cost_models.spread import together
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.ir.program import ADAMW
 from graphpar.runtime.option_kinds import Recompute
+from graphpar.runtime.records import packed
 from graphpar.schedules.order import Order
-from graphpar.text import as_page, bytes_text, numbered_runs, share_text, spread_text
+from graphpar.text import as_page, bytes_text, share_text, spread_text
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ class Estimate:
             "host_memory_bytes": self.host_memory_bytes,
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
-            "blocks": [asdict(block) | {"modules": numbered_runs(block.modules)} for block in self.blocks],
+            "blocks": [
+                asdict(block) | {"modules": list(packed(dict.fromkeys(block.modules)))} for block in self.blocks
+            ],
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
         }

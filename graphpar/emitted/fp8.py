@@ -94,7 +94,11 @@ def _rounded(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     A block that is not finite has no such scale, and gives nan.
     """
     size = block or x.size(1)
-    blocks = (F.pad(x, (0, -x.size(1) % size)) if x.size(1) % size else x).unflatten(1, (-1, size))
+    rest = -x.size(1) % size
+    whole = (
+        torch.cat([x, x.new_zeros(x.size(0), rest)], 1) if rest else x
+    )  # F.pad would fix the number of rows in a trace
+    blocks = whole.unflatten(1, (-1, size))
     largest = blocks.abs().amax(2, keepdim=True)
     mantissa, exponent = torch.frexp(largest if x.dtype is torch.float64 else largest.float())
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)  # the largest of 8 bits is 448 = 0.875 * 2 ** 9

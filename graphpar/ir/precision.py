@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.hardware.devices import Device
 from graphpar.runtime.option_kinds import FP8_RECIPES, PATTERNS
 from graphpar.runtime.records import DTYPES
 
@@ -83,6 +84,19 @@ class Precision:
         return Precision(
             dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "", output_dtype or "", kept, eight, recipe
         )
+
+    def check_units(self, device: Device) -> None:
+        """Check that ``device`` can multiply in 8 bits as is asked for.
+
+        Raises:
+            GraphparError: it can't; CPUs emulate it.
+        """
+        if self.fp8 and device.kind != "cpu" and "fp8" not in device.flops:
+            raise GraphparError(f"fp8: {device.name} has no units for 8 bits; leave it out.")
+        if self.fp8_recipe == MXFP8 and device.kind != "cpu" and MXFP8 not in device.flops:
+            raise GraphparError(
+                f"fp8_recipe: {device.name} has no units for blocks of 32 values with a scale (mxfp8); take rowwise."
+            )
 
     def resolved(self, mode: str) -> Precision:
         """Return the policy with its ``param_dtype`` filled in, for ``train`` or ``infer``."""

@@ -219,6 +219,14 @@ def test_gradients_are_rounded_where_blocks_are_of_a_sequence(
     assert ("gradients of 4 of 4 weights are products in bf16" in str(parts.report["warnings"])) == (not rounded)
 
 
+def test_features_that_blocks_do_not_divide_leave_the_batch_open() -> None:
+    model, x = nn.Sequential(nn.Linear(80, 40), nn.ReLU(), nn.Linear(40, 3)), torch.randn(4, 32, 80)
+    loss: dict[str, Any] = {"loss_fn": lambda out: out.square().mean()}
+    program = gp.export(model, (x,), dtype="bf16", fp8="0,2", fp8_recipe="mxfp8", **loss)
+    recipes = _recipes(program, mesh={"dp_replicate": 2})
+    assert recipes == {"0.weight": "mxfp8", "2.weight": "mxfp8"}
+
+
 class _Twice(nn.Module):
     """A weight of tokens, and of means of sequences."""
 

@@ -17,7 +17,7 @@ from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.precision import MXFP8, Precision
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import split_points_of
 from graphpar.passes.kernel_dropout import with_dropout
@@ -153,13 +153,8 @@ def _least_recomputation(program: Program, pins: PlanConstraints) -> Planned:
 def _precision(program: Program, pins: PlanConstraints) -> Precision:
     """Return the dtypes that the program was exported for, which must be those that are asked for, if any, and those of the devices."""
     exported = exported_precision(program)
-    device = None if pins.cluster is None else pins.cluster.device
-    if exported.fp8 and device is not None and device.kind != "cpu" and "fp8" not in device.flops:
-        raise GraphparError(f"fp8: {device.name} has no units for 8 bits; leave it out.")
-    if exported.fp8_recipe == MXFP8 and device is not None and device.kind != "cpu" and MXFP8 not in device.flops:
-        raise GraphparError(
-            f"fp8_recipe: {device.name} has no units for blocks of 32 values with a scale (mxfp8); take rowwise."
-        )
+    if pins.cluster is not None:
+        exported.check_units(pins.cluster.device)
     for name, own in decided_by(exported).items():
         if (requested := getattr(pins, name)) not in (None, own):
             raise GraphparError(

@@ -31,6 +31,7 @@ from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, TRAIN
 from graphpar.runtime.pipeline import Pipeline
 from graphpar.runtime.plan_record import kept_report, read_object
+from graphpar.runtime.records import unpacked_names
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.training.data import load
 from graphpar.runtime.training.loop import RandomExamples
@@ -252,7 +253,7 @@ class Predicted:
         actions |= {
             f"{way} of {name}": block[f"{way}_s"]
             for block in found["blocks"]
-            for name in block["modules"]
+            for name in unpacked_names(block["modules"])
             for way in ways
         }
         memory, optimizer = found["memory"][pp], found["closings"][pp]["optimizer"] if found["closings"] else 0.0
