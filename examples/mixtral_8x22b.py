@@ -1,6 +1,6 @@
 """Mixtral-8x22B at its real size: 8 experts a layer, 2 of them active for each token, to plan for hundreds of devices.
 
-Figures are those of ``config.json`` in https://huggingface.co/mistralai/Mixtral-8x22B-v0.1; weights are never allocated.
+Figures are those of ``config.json`` in https://huggingface.co/mistral-community/Mixtral-8x22B-v0.1; weights are never allocated.
 """
 
 import torch

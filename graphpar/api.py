@@ -349,8 +349,7 @@ def what_if(
         )
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
     change = Change(hardware, network, devices, global_batch, microbatch_size, memory_headroom, dict(mesh or {}))
-    plan.precision.check_units(change.on(found.kept.cluster).device)
-    return priced_again(found.kept, change)
+    return priced_again(found.kept, change, plan.precision)
 
 
 def estimate(

@@ -36,9 +36,7 @@ def run(options: argparse.Namespace) -> Result:
         )
     path, record = read_record(options.plan)
     plan = read_plan(path, record)
-    kept = _kept(path, plan)
-    plan.precision.check_units(change.on(kept.cluster).device)
-    answer = what_if(kept, change)
+    answer = what_if(_kept(path, plan), change, plan.precision)
     data = {"change": _said(change), **answer.to_json()}
     return Result(data, lambda console: _show(console, answer, change))
 

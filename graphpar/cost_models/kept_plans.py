@@ -23,6 +23,7 @@ from graphpar.cost_models.spread import of_difference
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import check_number
+from graphpar.ir.precision import Precision
 from graphpar.runtime.mesh import Mesh
 
 KEPT_PLANS = "kept.json"
@@ -218,14 +219,15 @@ class Answer:
         }
 
 
-def what_if(kept: KeptPlans, change: Change) -> Answer:
-    """Price the plans that a search kept under ``change``.
+def what_if(kept: KeptPlans, change: Change, precision: Precision) -> Answer:
+    """Price the plans that a search kept for a program of ``precision`` under ``change``.
 
     Raises:
         GraphparError: the change is not possible, or no kept plan can have it; the message says why.
     """
     began = time.perf_counter()
     cluster, batch = change.on(kept.cluster), change.global_batch or kept.global_batch
+    precision.check_units(cluster.device)
     prices, chosen = _Prices(kept, cluster), kept.plans[0]
     before = _Prices(kept, kept.cluster).priced(chosen, chosen.mesh, chosen.layout, exact=True)
     found: list[tuple[Repriced, Callable[[], Repriced]]] = []  # each with what prices all of its microbatches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from graphpar.cli.main import main
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Answer, Change, KeptPlans, what_if
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
+from graphpar.ir.precision import Precision
 from graphpar.passes.planning.planned import Planned
 from tests.tools.programs import example
 
 CLUSTER = Cluster.parse("2x4xA100-40GB")
+asked = partial(what_if, precision=Precision())
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +50,11 @@ def seconds(answer: Answer) -> float:
 def test_what_was_written_has_the_prices_of_the_search(kept: KeptPlans, chosen: Planned) -> None:
     assert chosen.found is not None and chosen.predicted is not None
     assert kept.plans[0].mesh == chosen.mesh and kept.global_batch == 64 and kept.cluster == chosen.cluster
-    before = what_if(kept, Change(global_batch=64)).before.estimate
+    before = asked(kept, Change(global_batch=64)).before.estimate
     assert replace(before, blocks=(), cluster="") == replace(chosen.predicted, blocks=(), cluster="")
     others = {tuple(each.candidate.mesh.degrees().values()): each.estimate for each in chosen.found.alternatives}
     for plan in kept.plans[1:]:
-        found = what_if(replace(kept, plans=(plan,)), Change(microbatch_size=plan.layout.microbatch_size)).before
+        found = asked(replace(kept, plans=(plan,)), Change(microbatch_size=plan.layout.microbatch_size)).before
         known = others.get(tuple(plan.mesh.degrees().values()))
         assert known is None or found.estimate.step_time_s == pytest.approx(known.step_time_s, rel=1e-12)
     assert others
@@ -66,18 +69,18 @@ def test_the_same_plan_has_the_price_that_the_model_gives_it(
     change: dict[str, Any], kept: KeptPlans, chosen: Planned, program: gp.Program
 ) -> None:
     given = change | ({"cluster": Cluster.parse(change["cluster"])} if "cluster" in change else {})
-    answer = what_if(kept, Change(**given))
+    answer = asked(kept, Change(**given))
     direct = gp.estimate(program, chosen, Change(**given).on(kept.cluster))
     assert seconds(answer) == pytest.approx(direct.step_time_s, rel=1e-9)
     assert answer.same is not None and answer.same.estimate.peak_memory_bytes == direct.peak_memory_bytes
 
 
 def test_a_batch_is_made_up_by_microbatches_and_devices_by_replicas(kept: KeptPlans, program: gp.Program) -> None:
-    twice = what_if(kept, Change(global_batch=128)).same
+    twice = asked(kept, Change(global_batch=128)).same
     assert twice is not None
     own = kept.plans[0]
     assert twice.layout.microbatches == 2 * own.layout.microbatches and twice.mesh == own.mesh
-    grown = what_if(kept, Change(devices=16, global_batch=128)).same
+    grown = asked(kept, Change(devices=16, global_batch=128)).same
     assert grown is not None and grown.mesh.size == 16 and grown.layout == own.layout
     for priced, cluster in ((twice, CLUSTER), (grown, Cluster.parse("4x4xA100-40GB"))):
         plan = gp.plan(
@@ -89,7 +92,7 @@ def test_a_batch_is_made_up_by_microbatches_and_devices_by_replicas(kept: KeptPl
 
 def test_the_best_fits_and_is_no_slower_than_the_same_plan_beyond_what_is_known(kept: KeptPlans) -> None:
     for change in (Change(network=0.01), Change(network=10), Change(global_batch=32), Change(devices=4)):
-        answer = what_if(kept, change)
+        answer = asked(kept, change)
         assert answer.best is not None and answer.best.fits
         fitting = [each.estimate.step_time_s for each in answer.plans if each.fits]
         assert answer.plans[0].estimate.step_time_s == min(fitting)
@@ -100,13 +103,13 @@ def test_the_best_fits_and_is_no_slower_than_the_same_plan_beyond_what_is_known(
 def test_where_memory_is_short_other_recomputation_is_tried_and_else_nothing_fits(
     kept: KeptPlans, chosen: Planned
 ) -> None:
-    own = max(what_if(kept, Change(global_batch=64)).before.estimate.peak_memory_bytes)
+    own = max(asked(kept, Change(global_batch=64)).before.estimate.peak_memory_bytes)
     device = replace(kept.cluster.device, memory_bytes=int(own * 0.9))
     short = replace(kept.cluster, device=device, headroom=0.0)
-    answer = what_if(kept, Change(cluster=short))
+    answer = asked(kept, Change(cluster=short))
     assert answer.same is not None and not answer.same.fits
     assert answer.best is None or max(answer.best.estimate.peak_memory_bytes) <= short.room_bytes
-    none = what_if(kept, Change(cluster=replace(short, device=replace(device, memory_bytes=2**16))))
+    none = asked(kept, Change(cluster=replace(short, device=replace(device, memory_bytes=2**16))))
     assert none.best is None and none.plans
 
 
@@ -123,7 +126,17 @@ def test_where_memory_is_short_other_recomputation_is_tried_and_else_nothing_fit
 )
 def test_what_no_kept_plan_can_have_is_refused(change: dict[str, Any], why: str, kept: KeptPlans) -> None:
     with pytest.raises(GraphparError, match=why):
-        what_if(replace(kept, plans=kept.plans[:1]), Change(**change))
+        asked(replace(kept, plans=kept.plans[:1]), Change(**change))
+
+
+def test_devices_without_the_units_of_a_program_are_refused(kept: KeptPlans) -> None:
+    eight, blocks = (Precision("bf16", fp8=("**",), fp8_recipe=recipe) for recipe in ("rowwise", "mxfp8"))
+    hopper, blackwell = (Change(cluster=Cluster.parse(f"8x{name}")) for name in ("H100", "B200"))
+    with pytest.raises(GraphparError, match="no units for 8 bits"):
+        what_if(kept, Change(network=0.5), eight)
+    with pytest.raises(GraphparError, match="no units for blocks"):
+        what_if(kept, hopper, blocks)
+    assert what_if(kept, hopper, eight).same and what_if(kept, blackwell, blocks).same
 
 
 def test_python_and_the_command_line_give_the_same_answer(

@@ -9,6 +9,7 @@ A candidate is priced when no other has a lower bound, until none is below the b
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -330,13 +331,15 @@ class Planner:
     def _ruled_out(self, found: Explored) -> tuple[Bounded, ...]:
         """Return of each mesh the candidate with the lowest bound of its time among those that were not priced, as a bound ruled them
         out; of those that can't fit only where the mesh has no other."""
-        slower = [(seconds, self.space.order[number], number) for seconds, number in found.slower]
-        ruled_out = [Bounded(self.space.all[number], seconds, True) for seconds, _, number in sorted(slower)]
-        ruled_out += [Bounded(each, each.bound, False) for each in sorted(found.hopeless, key=lambda each: each.bound)]
-        first: dict[Mesh, Bounded] = {}
-        for each in ruled_out:
-            if each.candidate not in found.points:
-                first.setdefault(each.candidate.mesh, each)
+        every, first = self.space.all, dict[Mesh, Bounded]()
+        slower = sorted((seconds, self.space.order[number], number) for seconds, number in found.slower)
+        hopeless = sorted(found.hopeless, key=lambda each: each.bound)
+        for candidate, seconds, fits in itertools.chain(
+            ((every[number], seconds, True) for seconds, _, number in slower),
+            ((each, each.bound, False) for each in hopeless),
+        ):
+            if candidate.mesh not in first and candidate not in found.points:
+                first[candidate.mesh] = Bounded(candidate, seconds, fits)
         return tuple(sorted(first.values(), key=lambda each: (each.bound_s, *each.candidate.key)))
 
     def _kept(self, plans: Sequence[Priced]) -> KeptPlans | None:
