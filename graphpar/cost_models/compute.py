@@ -154,7 +154,7 @@ class Compute:
         seconds = self._tiled(matrices, m, n, k, peaks * self.device.matrix_efficiency, half)
         nbytes = matrices * (m * k + k * n + m * n) * tables.itemsizes
         if self.device.operand_bytes_per_s is not None:
-            fresh = self.fresh_s(matrices * m * n * tables.itemsizes)
+            fresh = self.fresh_s(matrices * m * n * tables.itemsizes * tables.pieces) / tables.pieces
             return self._with_launch(seconds + nbytes / self.device.operand_bytes_per_s + fresh)
         bandwidth = self.device.memory_bytes_per_s * self.device.memory_efficiency
         cast = np.where(tables.itemsizes == 2, self._casts(tables), 0.0) * matrices * m * k / bandwidth
@@ -240,6 +240,7 @@ class _Tables:
         self.operators = work.operators
         self.products = _sizes([(row.matrices, row.m, row.n, row.k) for row, _ in products], 4)
         self.itemsizes = np.array([row.itemsize for row, _ in products], dtype=int)
+        self.pieces = np.array([row.pieces for row, _ in products], dtype=int)
         self.product_phases, self.product_times = _columns(products)
         self.attention = _sizes([(row.heads, row.queries, row.keys) for row, _ in attention], 3)
         self.attention_width = np.array([row.width for row, _ in attention], dtype=float)

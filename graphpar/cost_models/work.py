@@ -27,7 +27,7 @@ class Phase(IntEnum):
 
 
 class Product(NamedTuple):
-    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element."""
+    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element, into one of so many ``pieces`` of a tensor."""
 
     phase: Phase
     matrices: Size
@@ -35,6 +35,7 @@ class Product(NamedTuple):
     n: Size
     k: Size
     itemsize: int
+    pieces: int = 1
 
 
 class Attention(NamedTuple):

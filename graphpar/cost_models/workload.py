@@ -355,9 +355,9 @@ class _Walk:
         for product in products:
             count, m, n, k = product.count, product.m, product.n, product.k
             rows = m * (1 / pieces)
-            yield from [Product(Phase.FORWARD, count, rows, n, k, itemsize)] * pieces
+            yield from [Product(Phase.FORWARD, count, rows, n, k, itemsize, pieces)] * pieces
             if any(map(self._grad, product.left)):
-                yield from [Product(Phase.INPUT, count, rows, k, n, itemsize)] * pieces
+                yield from [Product(Phase.INPUT, count, rows, k, n, itemsize, pieces)] * pieces
             if self._grad(product.right):
                 yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
 
