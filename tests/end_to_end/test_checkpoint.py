@@ -29,7 +29,8 @@ from tests.tools.samples import sample
 from tests.tools.whole_values import whole_values
 
 _PIPELINE = {"schedule": "1F1B", "microbatch_size": 2}
-_BY_DIM_1 = {"shard_plan": {"layers.*.qkv.weight": "S(1)@dp_shard", "layers.*.down.weight": "S(1)@dp_shard"}}
+_QKV_BY_DIM_1 = {"layers.*.qkv.weight": "S(1)@dp_shard"}
+_BY_DIM_1 = {"shard_plan": {**_QKV_BY_DIM_1, "layers.*.down.weight": "S(1)@dp_shard"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 device": {"mesh": {"pp": 1}},
     "dp2 zero 1": {"mesh": {"dp_shard": 2}, "zero": 1},
@@ -41,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"mesh": {"pp": 2}, **_PIPELINE},
     "tp2 x pp2": {"mesh": {"tp": 2, "pp": 2}, **_PIPELINE},
     "dp2 zero 3 by dim 1": {"mesh": {"dp_shard": 2}, "zero": 3, **_BY_DIM_1},
-    "dp2 x tp2 x pp2": {"mesh": {"dp_shard": 2, "tp": 2, "pp": 2}, **_PIPELINE, **_BY_DIM_1},
+    "dp2 x tp2 x pp2": {"mesh": {"dp_shard": 2, "tp": 2, "pp": 2}, **_PIPELINE, "shard_plan": _QKV_BY_DIM_1},
 }
 MORE: dict[str, dict[str, Any]] = {
     "dp2 x dp2 zero 1 flat": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "zero": 1, "zero1_by": "flat"},

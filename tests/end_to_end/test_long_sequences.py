@@ -96,4 +96,4 @@ def _memory(tokens: int) -> tuple[int, ...]:
 @pytest.mark.costly
 def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
     for half, whole in zip(_memory(TOKENS // 2), _memory(TOKENS)):
-        assert 0 < whole <= 2.01 * half
+        assert 0 < whole <= 2.05 * half  # linear, less the constant that is freed before the highest moment
