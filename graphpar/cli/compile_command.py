@@ -22,7 +22,7 @@ from graphpar.cli.output import Result, check_writable, print_wrapped, progress,
 from graphpar.cli.parser import given_options
 from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cli.trace import Clock, default_dtype, export_file
+from graphpar.cli.trace import Clock, asked_precision, export_file
 from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.errors import GraphparError, near_match
@@ -185,7 +185,7 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
-    _precision(options)
+    asked_precision(options, options.cluster)
     if options.skip is not None:
         check_skipped(PASSES, _names(options.skip))
     if options.html is not None:
@@ -216,24 +216,9 @@ def _export(
 
 def _traced_as(options: argparse.Namespace, given: Plan | None) -> tuple[Precision, str | None, bool, Seq | None]:
     """The dtypes and the mode that the model is traced with, whether it is traced in evaluation, too, and the range of lengths."""
-    precision = given.precision if given else _precision(options)
+    precision = given.precision if given else asked_precision(options, options.cluster)
     seq = given.seq if given else None if options.seq is None else SEQ.check("seq", options.seq)
     return precision, options.mode or (given.mode if given else None), bool(options.eval), seq
-
-
-def _precision(options: argparse.Namespace) -> Precision:
-    """Return the dtypes that are asked for; on GPUs the default is bf16 with parameters in fp32."""
-    dtypes = options.dtype, options.pure, options.param_dtype
-    usual = default_dtype(options.cluster) if dtypes == (None, None, None) else options.dtype
-    return Precision.of(
-        usual,
-        options.pure,
-        options.param_dtype,
-        options.output_dtype,
-        options.keep_fp32,
-        options.fp8,
-        options.fp8_recipe,
-    )
 
 
 def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:

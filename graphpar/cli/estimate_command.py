@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphpar.cli.output import Result, print_wrapped, progress
 from graphpar.cli.parser import given_options
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cli.trace import Clock, default_dtype, export_file
+from graphpar.cli.trace import Clock, asked_precision, export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture_cache import CaptureCache, captures_folder
 from graphpar.frontend.modelfile import ModelFile
@@ -104,10 +104,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
         requested.pop(name, None)
     if options.plan is None:
         pins = plan_request(**requested)  # without hardware nothing is searched
-        usual = default_dtype(options.cluster) if options.dtype is None else options.dtype
-        precision = Precision.of(
-            usual, None, options.param_dtype, options.output_dtype, options.keep_fp32, options.fp8, options.fp8_recipe
-        )
+        precision = asked_precision(options, options.cluster)
         seq = None if options.seq is None else SEQ.check("seq", options.seq)
 
         def plan_of(program: Program) -> Planned:

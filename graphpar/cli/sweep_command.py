@@ -12,11 +12,10 @@ from rich.console import Console
 
 from graphpar.cli.output import Result, check_writable, phases, print_wrapped, write_text
 from graphpar.cli.parser import given_options
-from graphpar.cli.trace import default_dtype, export_file
+from graphpar.cli.trace import asked_precision, export_file
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.frontend.capture_cache import CaptureCache, captures_folder
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.plan_request import plan_request, planned
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> Result:
         for name in map(str.strip, options.cluster.split(","))
         for rows in options.batch or [None]
     ]
-    precision = Precision.of(options.dtype or default_dtype(*(name for name, _ in pairs)), None, None)
+    precision = asked_precision(options, *(name for name, _ in pairs))
     with phases() as phase:
         phase("tracing the model")
         cache = CaptureCache(options.model, None if options.no_cache else captures_folder(), precision)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +23,14 @@ from graphpar.passes.table import PASSES, PassList, check_skipped
 from graphpar.runtime.option_kinds import Seq
 
 
-def default_dtype(*clusters: str | None) -> str:
-    """Return in what a model computes on some clusters where nobody says so; None is this machine."""
-    found = [Cluster.of_this_machine(1) if name is None else Cluster.parse(name) for name in clusters]
-    return AUTO if any(cluster.device.faster_in_bf16 for cluster in found) else "fp32"
+def asked_precision(options: argparse.Namespace, *clusters: str | None) -> Precision:
+    """Return the dtypes that are asked for; where none is named, the default on ``clusters``, of which None is this machine: on GPUs bf16
+    with parameters in fp32."""
+    given = {name: getattr(options, name, None) for name in inspect.signature(Precision.of).parameters}
+    if all(given[name] is None for name in ("dtype", "pure", "param_dtype")):
+        found = [Cluster.of_this_machine(1) if name is None else Cluster.parse(name) for name in clusters]
+        given["dtype"] = AUTO if any(cluster.device.faster_in_bf16 for cluster in found) else "fp32"
+    return Precision.of(**given)
 
 
 def export_file(

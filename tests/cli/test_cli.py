@@ -229,6 +229,7 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
         "out",
         "warnings",
         "model",
+        "placements",
         "plan",
         "predicted",
         "search",

@@ -96,6 +96,7 @@ def test_numbers_are_those_of_the_model(program: gp.Program) -> None:
         assert report.ok, report.to_json()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", MESHES)
 def test_a_step_with_another_branch_on_one_rank_ends_on_all(
     pool: RankPool, tmp_path: Path, program: gp.Program, name: str

@@ -291,6 +291,7 @@ def test_the_search_takes_a_plan_that_can_be_compiled() -> None:
     assert not SCHEDULES[asked.schedule].splits_backward and asked.compile
 
 
+@pytest.mark.costly
 def test_plans_on_gpus_compile_what_can_be() -> None:
     program, pins = example("gpt_dropout"), {"mesh": {"pp": 2}, "schedule": "1F1B", "global_batch": 64}
     for changed, compiles in (

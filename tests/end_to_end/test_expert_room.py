@@ -156,6 +156,7 @@ def test_batches_are_computed_again_beside_every_other_axis() -> None:
         assert outcome.ok, (pins, outcome.problems, outcome.max_error, outcome.worst)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mesh", "sent"), [({"dp_expert": 2}, 1.5), ({"dp_expert": 2, "ep": 2}, 1.5), ({"ep": 2}, 1.0)], ids=str
 )

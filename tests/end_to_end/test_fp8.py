@@ -47,6 +47,7 @@ def _weights(program: gp.Program, **pins: Any) -> Mapping[str, tuple[str, ...]]:
     return load_manifest(parts.folder).rounded_weights
 
 
+@pytest.mark.costly
 def test_head_and_routers_are_left_out() -> None:
     layers = {name.removesuffix(".weight") for name in _weights(_program("mixtral"), mesh={"ep": 2})}
 
@@ -68,6 +69,7 @@ def test_a_router_that_takes_the_largest_is_left_out() -> None:
     assert set(_weights(program, mesh={"pp": 1})) == {"first.weight", "second.weight"}
 
 
+@pytest.mark.costly
 def test_a_path_of_its_own_takes_a_head(tmp_path: Path) -> None:
     file = example_file("gpt")
     program = gp.export(
@@ -166,6 +168,7 @@ def test_devices_without_units_for_8_bits_are_refused() -> None:
         gp.plan(_program("llama"), "2xA100-SXM-80GB")
 
 
+@pytest.mark.costly
 def test_8_bits_are_faster_by_what_others_measured() -> None:
     """torchao's README: Llama-3-8B on 8 H100, 6,150 tokens a second in bf16 and 6,768 with scales of rows: 10 % more, there with
     recomputation of single operators, where fewer products are most of a step."""

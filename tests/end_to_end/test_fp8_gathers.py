@@ -93,6 +93,7 @@ class _Read(nn.Module):
         return (self.head(x).square().mean() + (h.cumsum(1).square().mean() if self.also else 0)).float()
 
 
+@pytest.mark.costly
 def test_only_what_nothing_else_reads_is_rounded() -> None:
     for also in (False, True):
         torch.manual_seed(0)
@@ -149,6 +150,7 @@ def _sent(program: gp.Program, plan: gp.Plan) -> float:
     )
 
 
+@pytest.mark.costly
 def test_a_program_without_a_backward_is_priced_in_8_bits() -> None:
     file = example_file("llama")
     inputs = {name: value for name, value in file.kwargs.items() if name != "labels"}

@@ -226,6 +226,7 @@ def test_lists_on_more_meshes(pool: RankPool, tmp_path: Path) -> None:
     check(pool, cases, tmp_path, APART)
 
 
+@pytest.mark.costly
 def test_a_list_is_checked_at_each_length(tmp_path: Path) -> None:
     program = APART.exported()
     parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
@@ -289,6 +290,7 @@ def test_what_a_list_can_not_have_is_refused(model: type[NanoGPT], why: str) -> 
         gp.partition(program, gp.plan(program, mesh={"dp_shard": 2}))
 
 
+@pytest.mark.costly
 def test_lists_are_named_where_they_help() -> None:
     with pytest.raises(gp.GraphparError, match="list the lengths, as in seq 128,512"):
         program = Subject(InChunks).exported()

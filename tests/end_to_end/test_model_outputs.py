@@ -175,6 +175,7 @@ def run(pool: RankPool, root: Path, cases: dict[str, dict[str, Any]], nproc: int
         check(made[case], root, case, nproc, asked)
 
 
+@pytest.mark.costly
 def test_outputs_metrics_and_losses_of_microbatches(tmp_path: Path, pool: RankPool) -> None:
     run(pool, tmp_path, PAIRS, 2)
 

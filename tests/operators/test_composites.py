@@ -214,6 +214,7 @@ NEW = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_one_touches_two_files(name: str, tmp_path: Path) -> None:
     file, function, family, record = NEW[name]

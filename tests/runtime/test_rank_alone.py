@@ -175,6 +175,7 @@ def test_rows_are_spread_evenly_over_experts(tmp_path: Path) -> None:
         assert expert_rows.own_offsets(offs, "ep").tolist() == [15, 30]
 
 
+@pytest.mark.costly
 def test_the_command_prints_a_rank_beside_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = emitted("tp", tmp_path / "out")
     assert main(["run", str(folder), "--alone", "1", "--steps", "1"]) == 0

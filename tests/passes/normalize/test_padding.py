@@ -114,6 +114,7 @@ def fills(
     return fills_of(program.at_length(LENGTH, False), LENGTH, program.at_length(OTHER, False))
 
 
+@pytest.mark.costly
 def test_causal_models_whose_loss_ignores_labels() -> None:
     assert fills() == {"labels": -100}
     assert fills(loss=shifted) == {"labels": -1}
