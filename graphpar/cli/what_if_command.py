@@ -46,7 +46,7 @@ def _kept(path: Path, plan: Plan) -> KeptPlans:
     file = path.parent / KEPT_PLANS
     if path.name != "plan.json" or not file.is_file():
         raise GraphparError(
-            f"There is no {KEPT_PLANS} next to {path}: a search, but for generation, writes it into the folder of its program. Make "
+            f"There is no {KEPT_PLANS} next to {path}: a search for training or inference writes it into its program. Make "
             "one with `graphpar compile MODEL --devices N -o OUT`, without a plan, and give OUT."
         )
     record = read_record(file)[1]
