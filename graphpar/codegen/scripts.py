@@ -415,7 +415,7 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
     """
     example = EXAMPLES[plan.mode]
     ranks = plan.mesh.size
-    node = plan.cluster.devices_per_node if plan.cluster is not None else ranks
+    node = plan.cluster.host_devices if plan.cluster is not None else ranks
     devices = min(node, ranks) if ranks % min(node, ranks) == 0 else math.gcd(node, ranks)
     nodes = ranks // devices
     gpus = plan.cluster is not None and plan.cluster.device.kind == "cuda"

@@ -85,6 +85,7 @@ class Estimate:
         figures: the sources of the device's figures.
         spreads_s: by how many seconds each part of the step may be off (:mod:`graphpar.cost_models.spread`).
         exact: whether every microbatch was simulated, and not a few of them.
+        crossed: over how many ``nodes``, ``pods`` and so on the collectives of an axis are spread, of axes that leave a node.
     """
 
     step_time_s: float
@@ -112,6 +113,7 @@ class Estimate:
     blocks: tuple[BlockSeconds, ...] = ()
     spreads_s: Mapping[str, float] = field(default_factory=dict)
     exact: bool = True
+    crossed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def spread_s(self) -> float:
@@ -182,6 +184,7 @@ class Estimate:
             "communication_s": dict(self.communication_s),
             "exposed_s": dict(self.exposed_s),
             "parts_s": dict(self.parts_s),
+            "crossed": {axis: dict(parts) for axis, parts in self.crossed.items()},
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],

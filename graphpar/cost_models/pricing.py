@@ -272,15 +272,21 @@ class Pricing:
             host_memory_bytes=self._host_share,
             figures=figures_of(self.cluster.device),
             blocks=self._blocks(layout),
-            spreads_s=spreads(parts, self._nodes, self.cluster.device == DEVICES["CPU"]),
+            spreads_s=spreads(parts, self._crossed, self.cluster.device == DEVICES["CPU"]),
+            crossed=self._crossed,
             exact=exact or self.mesh.pp == 1 or self._few(layout) is None,
         )
 
     @property
-    def _nodes(self) -> dict[str, int]:
-        """Over how many nodes the ranks of each axis are spread."""
-        crossed = {axis: self.network.group_of_axes(self.mesh, [axis]).nodes for axis in self.mesh.degrees()}
-        return crossed | {"pp": self.network.boundary(self.mesh).nodes}
+    def _crossed(self) -> dict[str, dict[str, int]]:
+        """Over how many nodes, pods and so on the collectives of each axis are spread, of those that leave a node."""
+        groups = {axis: self.network.group_of_axes(self.mesh, [axis]) for axis in self.mesh.degrees()}
+        groups["pp"] = self.network.boundary(self.mesh)
+        return {
+            axis: {level.name: parts for level, (parts, _) in zip(self.cluster.levels, group.crossed)}
+            for axis, group in groups.items()
+            if group.crossed
+        }
 
     def _blocks(self, layout: Layout) -> tuple[BlockSeconds, ...]:
         named: dict[tuple[float, float], list[str]] = {}
@@ -355,9 +361,9 @@ class Pricing:
 
     @cached_property
     def crowd(self) -> float:
-        """Ranks for each core where they outnumber the cores of a node, else 1."""
+        """Ranks for each core where they outnumber the cores of a host, else 1."""
         cores = self.cluster.device.cores
-        return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
+        return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.host_devices) / cores)
 
     @property
     def _itemsize(self) -> int:
@@ -365,9 +371,9 @@ class Pricing:
 
     @property
     def _host_share(self) -> int | None:
-        """The bytes of a node's host for each of the ranks on it."""
+        """The bytes of a host for each of the ranks on it."""
         cluster = self.cluster
-        share = min(self.mesh.size, cluster.devices_per_node)
+        share = min(self.mesh.size, cluster.host_devices)
         return None if cluster.host_memory_bytes is None else cluster.host_memory_bytes // share
 
     def stages_of(self, layout: Layout) -> list[tuple[int, int]]:

@@ -1,15 +1,16 @@
-"""``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
+"""``Cluster``: the hardware that a plan is for: equal devices in nodes, nodes in pods, these in larger pods, with a link at each level.
 
     "2x8xH100-SXM-80GB" or a file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
 
-Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that
-of one device: between nodes, the adapters of a node divided by its devices.
+Ranks fill the nodes in order, and nodes the pods, so the inner axes of a mesh stay inside a node, and then a pod, where they fit. A link's
+bandwidth is that of one device: between nodes, the adapters of a node divided by its devices; between pods, its share of what leaves a pod.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware import this_machine
@@ -31,15 +32,44 @@ _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
 HEADROOM = 0.05
 """The share of a GPU's memory that plans leave free: by about as much predictions of published runs' memory are off (docs/planning.md)."""
-_Record = TypeVar("_Record", Device, Link)
+_Record = TypeVar("_Record", Device, Link, "Pod")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """``nodes`` that the link one level further in connects, and the ``link`` of their devices to those of other pods.
+
+    ``rails``: each switch inside connects the devices of one place in their nodes; those of different places meet outside only.
+    """
+
+    nodes: int
+    link: Link
+    rails: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("nodes", self.nodes, whole=True)
+        if not isinstance(self.rails, bool):
+            raise GraphparError(f"rails is {self.rails!r}; it must be true or false.")
+
+
+class Level(NamedTuple):
+    """Parts of a cluster of ``devices`` each, their name, and the link between them; ``rails``: as of a pod."""
+
+    name: str
+    devices: int
+    link: Link
+    rails: bool = False
 
 
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them.
 
-    ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known. ``headroom``: the share of a device's
-    memory that plans leave free; None: nothing is said, and a request takes what is usual.
+    Attributes:
+        host_memory_bytes: what a host has for what its devices offload; None: not known.
+        headroom: the share of a device's memory that plans leave free; None: nothing is said, and a request takes what is usual.
+        pods: from the inside out; nodes that are in none are all connected by ``inter_node``.
+        devices_per_host: how many devices of a node one host runs; None: as many as is usual for the device.
     """
 
     nodes: int
@@ -49,6 +79,8 @@ class Cluster:
     inter_node: Link
     host_memory_bytes: int | None = None
     headroom: float | None = None
+    pods: tuple[Pod, ...] = ()
+    devices_per_host: int | None = None
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
@@ -59,6 +91,19 @@ class Cluster:
             check_number("headroom", self.headroom, zero=True)
             if self.headroom >= 1:
                 raise GraphparError(f"headroom is {self.headroom}; it must be below 1.")
+        for inner, outer in itertools.pairwise(self.pods):
+            if outer.nodes % inner.nodes or outer.nodes == inner.nodes:
+                raise GraphparError(
+                    f"pods of {outer.nodes} nodes don't consist of pods of {inner.nodes}; list them from the inside out."
+                )
+            if outer.rails:
+                raise GraphparError("rails are of the innermost pods alone.")
+        if self.devices_per_host is not None:
+            check_number("devices_per_host", self.devices_per_host, whole=True)
+            if self.devices_per_node > self.devices_per_host and self.devices_per_node % self.devices_per_host:
+                raise GraphparError(
+                    f"devices_per_host is {self.devices_per_host}, which does not divide devices_per_node, {self.devices_per_node}."
+                )
 
     def with_headroom(self, share: float | None = None) -> Cluster:
         """Return it with what plans leave free: ``share``, else its own, else :data:`HEADROOM` of GPUs."""
@@ -74,6 +119,21 @@ class Cluster:
     def size(self) -> int:
         """The number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def host_devices(self) -> int:
+        """How many devices share a host: its memory, its cores, and what starts their ranks."""
+        usual = self.devices_per_host or self.device.devices_per_host or self.devices_per_node
+        return min(usual, self.devices_per_node)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The parts that collectives leave, from the inside out: nodes, and the pods around them."""
+        found = [Level("nodes", self.devices_per_node, self.inter_node)]
+        for pod in self.pods:
+            name = f"pods of {pod.nodes}" if len(found) > 1 else "leaf switches" if pod.rails else "pods"
+            found.append(Level(name, pod.nodes * self.devices_per_node, pod.link, pod.rails))
+        return tuple(found)
 
     @staticmethod
     def parse(source: str | Path) -> Cluster:
@@ -109,7 +169,7 @@ class Cluster:
 
     @staticmethod
     def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
-        """Make a cluster of ``device`` with its usual links."""
+        """Make a cluster of ``device`` with its usual links, and no pods."""
         return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
 
     def grown(self, times: int) -> Cluster:
@@ -144,7 +204,9 @@ class Cluster:
 
     def __repr__(self) -> str:
         known = DEVICES.get(self.device.name)
-        usual = known == self.device and (known.intra_node, known.inter_node) == (self.intra_node, self.inter_node)
+        usual = known == self.device and self == replace(
+            Cluster.of(known, self.nodes, self.devices_per_node), headroom=self.headroom
+        )
         return f"Cluster({str(self)!r}{'' if usual else ', with its own figures'})"
 
     # ---- as data ----
@@ -158,6 +220,7 @@ class Cluster:
                 del device[name]
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
         free = {} if self.headroom is None else {"headroom": self.headroom}
+        pods = [{"nodes": pod.nodes, "rails": pod.rails} | _figures(pod.link) for pod in self.pods]
         return {
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
@@ -165,6 +228,8 @@ class Cluster:
             **links,
             **host,
             **free,
+            **({"pods": pods} if pods else {}),
+            **({} if self.devices_per_host is None else {"devices_per_host": self.devices_per_host}),
         }
 
     @staticmethod
@@ -172,7 +237,7 @@ class Cluster:
         """Read what :meth:`to_json` returns; also the content of a TOML file.
 
         ``device`` may be a name. Links that are left out are the device's, and the other way round for a device with its own
-        figures; a cluster of one node needs no ``inter_node``.
+        figures; a cluster of one node needs no ``inter_node``. Figures of a pod that are left out are those of the link inside it.
 
         Raises:
             GraphparError: a field is missing, unknown or out of range; the message names it.
@@ -181,8 +246,10 @@ class Cluster:
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         host = _whole(data.get("host_memory_bytes"))
-        free = data.get("headroom")
-        return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=free)
+        return Cluster(
+            data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=data.get("headroom"),
+            pods=_pods(data.get("pods", []), links["inter_node"]), devices_per_host=data.get("devices_per_host"),
+        )  # fmt: skip
 
 
 def _otherwise(text: str) -> str | None:
@@ -265,6 +332,23 @@ def _device(data: Mapping[str, Any]) -> Device:
         if link is not None:
             figures[name] = _link(link, f"device.{name}" if name in given else name)
     return _record(Device, figures, "device")
+
+
+def _pods(data: Any, inside: Link) -> tuple[Pod, ...]:
+    """Return the pods of a file, whose figures are those of a link and of a :class:`Pod`; ``inside``: the link between nodes."""
+    if not isinstance(data, list) or not all(isinstance(each, Mapping) for each in data):
+        raise GraphparError(
+            f"pods is {data!r}; it must be a list of tables with nodes and bytes_per_s, the innermost first."
+        )
+    found: list[Pod] = []
+    for number, given in enumerate(data):
+        where, figures = f"pods[{number}]", dict(given)
+        if "nodes" not in given:
+            raise GraphparError(f"{where}: the field 'nodes' is missing.")
+        own = {name: figures.pop(name) for name in ("nodes", "rails") if name in given}
+        inside = _link(figures, where, inside)
+        found.append(_record(Pod, own | {"link": inside}, where))
+    return tuple(found)
 
 
 def _whole(value: Any) -> Any:

@@ -144,6 +144,14 @@ def communication_text(predicted: Mapping[str, Any]) -> str:
     )
 
 
+def crossed_text(predicted: Mapping[str, Any]) -> str:
+    """Write by axis over what its ranks are spread, of axes that leave a node: ``dp_shard 16 nodes in 4 pods``."""
+    return " · ".join(
+        f"{axis} {' in '.join(f'{count} {name}' for name, count in parts.items())}"
+        for axis, parts in predicted.get("crossed", {}).items()
+    )
+
+
 def rank_names(data: Mapping[str, Any]) -> list[str]:
     """Name the rows of a chart: pp groups, which are the ranks that run the same stages, with these ranks."""
     stages = data["mesh"]["pp"]
