@@ -120,6 +120,10 @@ class Change:
             GraphparError: the devices are of another kind, or fill no nodes.
         """
         found = old if self.cluster is None else self.cluster
+        if old.groups or found.groups:
+            raise GraphparError(
+                "what-if prices devices of one kind alone; plan for a cluster of several kinds with compile."
+            )
         if found.device.kind != old.device.kind:
             raise GraphparError(
                 f"the plan is for {old}; programs for a {found.device.kind} device are others: compile the model for {found}."

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import tomllib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware import this_machine
 from graphpar.hardware.devices import DEVICES, Device, Link, check_number, device_named
+from graphpar.hardware.mixed_devices import best_device, best_link
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
 _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
@@ -70,6 +72,8 @@ class Cluster:
         headroom: the share of a device's memory that plans leave free; None: nothing is said, and a request takes what is usual.
         pods: from the inside out; nodes that are in none are all connected by ``inter_node``.
         devices_per_host: how many devices of a node one host runs; None: as many as is usual for the device.
+        groups: of devices of several kinds, in the order of ranks. Then other figures are the best of each, which bound what groups do:
+            what they are priced with is in ``kinds``.
     """
 
     nodes: int
@@ -81,6 +85,7 @@ class Cluster:
     headroom: float | None = None
     pods: tuple[Pod, ...] = ()
     devices_per_host: int | None = None
+    groups: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
@@ -121,6 +126,24 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The cluster as it would be of the devices of each group alone."""
+        if not self.groups:
+            return (self,)
+        links = [
+            {name: getattr(each, name) for name in ("device", *_LINKS, "host_memory_bytes")} for each in self.groups
+        ]
+        return tuple(replace(self, **given, groups=()) for given in links)
+
+    def kinds_of_stages(self, stages: int, ranks: int) -> tuple[int, ...] | None:
+        """Return of which of ``kinds`` the devices of each of so many stages of ``ranks`` are; None where some stage has two."""
+        ends = list(itertools.accumulate(each.size for each in self.groups or (self,)))
+        places = [
+            (bisect_right(ends, stage * ranks), bisect_right(ends, (stage + 1) * ranks - 1)) for stage in range(stages)
+        ]
+        return tuple(first for first, _ in places) if all(first == last for first, last in places) else None
+
+    @property
     def host_devices(self) -> int:
         """How many devices share a host: its memory, its cores, and what starts their ranks."""
         usual = self.devices_per_host or self.device.devices_per_host or self.devices_per_node
@@ -141,7 +164,7 @@ class Cluster:
         a profile.
 
         More devices than a node usually has are full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node with
-        four of the file's devices, ``2x4xcluster.toml`` two such nodes.
+        four of the file's devices, ``2x4xcluster.toml`` two such nodes. ``8xH100+16xA100`` has groups of two kinds.
 
         Raises:
             GraphparError: the text or the file describes no cluster; the message names the field.
@@ -149,6 +172,8 @@ class Cluster:
         file = Path(source)
         if isinstance(source, Path) or file.is_file():
             return _from_file(file)
+        if "+" in source:
+            return Cluster.mixed([Cluster.parse(part.strip()) for part in source.split("+")])
         if named := _FILE.fullmatch(source.strip()):
             counts = [int(named[place]) for place in ("first", "second") if named[place]]
             return _from_file(Path(named["file"]), counts)
@@ -171,6 +196,31 @@ class Cluster:
     def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
         """Make a cluster of ``device`` with its usual links, and no pods."""
         return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
+
+    @staticmethod
+    def mixed(groups: Sequence[Cluster]) -> Cluster:
+        """Make a cluster of groups of devices of several kinds, in the order of ranks.
+
+        Raises:
+            GraphparError: their nodes have different numbers of devices, or they are GPUs and CPUs.
+        """
+        per_node = {each.devices_per_node for each in groups}
+        if len(groups) < 2 or any(each.groups or each.pods or each.devices_per_host for each in groups):
+            raise GraphparError("groups are two or more, without groups, pods or hosts of their own.")
+        if len(per_node) > 1:
+            raise GraphparError(
+                f"nodes of all groups must have as many devices; they have {', '.join(map(str, sorted(per_node)))}."
+            )
+        hosts = [each.host_memory_bytes for each in groups]
+        return Cluster(
+            sum(each.nodes for each in groups),
+            per_node.pop(),
+            best_device([each.device for each in groups]),
+            best_link([each.intra_node for each in groups]),
+            best_link([each.inter_node for each in groups]),
+            min((each for each in hosts if each is not None), default=None),
+            groups=tuple(groups),
+        )
 
     def grown(self, times: int) -> Cluster:
         """Multiply the number of devices: full nodes first, where the device has a usual number, then more nodes."""
@@ -197,12 +247,16 @@ class Cluster:
 
     def __str__(self) -> str:
         """Write it as :meth:`parse` reads it, for a known device with its usual links."""
+        if self.groups:
+            return "+".join(map(str, self.groups))
         count = f"{self.devices_per_node}x" if self.size > 1 else ""
         usual = self.device.devices_per_node
         explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
         return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
 
     def __repr__(self) -> str:
+        if self.groups:
+            return f"Cluster({str(self)!r})"
         known = DEVICES.get(self.device.name)
         usual = known == self.device and self == replace(
             Cluster.of(known, self.nodes, self.devices_per_node), headroom=self.headroom
@@ -220,6 +274,8 @@ class Cluster:
                 del device[name]
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
         free = {} if self.headroom is None else {"headroom": self.headroom}
+        if self.groups:
+            return {"groups": [each.to_json() for each in self.groups], **free}
         pods = [{"nodes": pod.nodes, "rails": pod.rails} | _figures(pod.link) for pod in self.pods]
         return {
             "nodes": self.nodes,
@@ -242,13 +298,20 @@ class Cluster:
         Raises:
             GraphparError: a field is missing, unknown or out of range; the message names it.
         """
+        if "groups" in data:
+            _check_fields(data, {"groups", "headroom"}, {"groups"})
+            if not isinstance(data["groups"], list) or not all(isinstance(each, Mapping) for each in data["groups"]):
+                raise GraphparError(
+                    "groups must be a list of tables with nodes, devices_per_node and device, in the order of ranks."
+                )
+            return replace(Cluster.mixed(list(map(Cluster.from_json, data["groups"]))), headroom=data.get("headroom"))
         _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         host = _whole(data.get("host_memory_bytes"))
         return Cluster(
-            data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=data.get("headroom"),
-            pods=_pods(data.get("pods", []), links["inter_node"]), devices_per_host=data.get("devices_per_host"),
+            data["nodes"], data["devices_per_node"], device, links["intra_node"], links["inter_node"], host, data.get("headroom"),
+            _pods(data.get("pods", []), links["inter_node"]), data.get("devices_per_host"),
         )  # fmt: skip
 
 
