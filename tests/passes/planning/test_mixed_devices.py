@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,9 @@ from graphpar.codegen.scripts import launch_files
 from graphpar.cost_models.kept_plans import Change
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link
+from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.prices import estimate_plan, pricing_of
+from graphpar.passes.planning.search import Planner
 from graphpar.report.data import report_data
 from graphpar.report.page import html
 from tests.passes.planning.test_planner import planner_of, small
@@ -96,6 +99,38 @@ def test_stages_are_cut_by_the_memory_of_their_devices(program: gp.Program, reco
     assert plan.predicted.missing_bytes <= 0 and plan.predicted.peak_memory_bytes[0] <= room == plan.predicted.rooms[0]
     assert plan.predicted.fullest[0] == 0 and plan.predicted.memory_bytes == room
     assert starts_of(plan)[1] < 6 and free.peak_memory_bytes[0] > room
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(1, 2), (2, 1), (3, 1)])
+def test_the_slowest_stage_is_as_fast_as_units_allow(program: gp.Program, fast: int, slow: int) -> None:
+    """Against every cut, each stage at the seconds of its own devices."""
+    mix = Cluster.mixed([cluster(FAST, fast), cluster(SLOW, slow)])
+    stages = fast + slow
+    planner = Planner(program, PlanConstraints(cluster=mix, mesh={"pp": stages}, schedule="1F1B", microbatch_size=8))
+    (candidate,) = planner.bounded()[0]
+    pricing = planner.prices.known(candidate)
+
+    def slowest(starts: tuple[int, ...]) -> float:
+        runs = zip(starts, (*starts[1:], len(pricing.units)))
+        costs = [pricing.on(rank).stage_seconds(*run, 8) for rank, run in enumerate(runs)]
+        return max(cost.forward + cost.backward for cost in costs)
+
+    cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(pricing.units)), stages - 1)]
+    found = planner.prices.starts(candidate)
+    assert slowest(found) == pytest.approx(min(map(slowest, cuts)))
+    widest = planner.prices.balancer(candidate).within([1.0] * stages, [1e12] * stages)[1]
+    assert widest is not None and slowest(widest) == pytest.approx(slowest(found))
+
+
+@pytest.mark.costly
+def test_leaving_out_what_can_not_win_changes_nothing() -> None:
+    """Of all meshes whose stages have devices of one kind, and of groups of tp and replicas inside of stages."""
+    mix = Cluster.mixed([cluster(FAST, 1, per_node=2), cluster(SLOW, 1, per_node=2)])
+    planner = planner_of("gpt", mix)
+    pruned, everything = planner.search(), planner.search(prune=False)
+    assert pruned.best is not None and everything.best is not None
+    assert pruned.best.candidate == everything.best.candidate and pruned.best.layout == everything.best.layout
+    assert {(each.mesh.pp, each.mesh.tp) for each in planner.space.all} >= {(2, 1), (2, 2), (4, 1)}
 
 
 @pytest.mark.costly
