@@ -132,6 +132,10 @@ class Change:
             GraphparError: the devices are of another kind, or fill no nodes.
         """
         found = old if self.cluster is None else self.cluster
+        if old.groups or found.groups:
+            raise GraphparError(
+                "what-if prices devices of one kind alone; plan for a cluster of several kinds with compile."
+            )
         if found.device.kind != old.device.kind:
             raise GraphparError(
                 f"the plan is for {old}; programs for a {found.device.kind} device are others: compile the model for {found}."
@@ -140,13 +144,8 @@ class Change:
             found = _resized(found, self.devices)
         if self.network is not None:
             name = "inter_node" if found.nodes > 1 else "intra_node"
-            link = getattr(found, name)
-            rates = {
-                rate: getattr(link, rate) * self.network
-                for rate in ("bytes_per_s", "pair_bytes_per_s")
-                if getattr(link, rate) is not None
-            }
-            found = replace(found, **{name: replace(link, **rates)})
+            pods = tuple(replace(pod, link=pod.link.times(self.network)) for pod in found.pods)
+            found = replace(found, **{name: getattr(found, name).times(self.network)}, pods=pods)
         kept = old.headroom if found.headroom is None else found.headroom
         return found.with_headroom(kept if self.memory_headroom is None else self.memory_headroom)
 

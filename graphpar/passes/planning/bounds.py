@@ -124,8 +124,8 @@ class StepBounds:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
         pricing, count = self.prices.known(candidate), candidate.microbatches
         if self.prices.chosen_in_memory(candidate):
-            alive, room = self.prices.alive_on(candidate, pricing), self.prices.room(pricing)
-            within = self.prices.balancer(candidate).within(alive, room, candidate.microbatches)
+            alive, rooms = self.prices.alive_on(candidate, pricing), self.prices.rooms(pricing)
+            within = self.prices.balancer(candidate).within(alive, rooms, candidate.microbatches)
             return count * within[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         missing = self.prices.missing(pricing, layout)

@@ -122,9 +122,17 @@ class Space:
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
+        one_kind = [mesh for mesh in found if self.cluster.kinds_of_stages(mesh.pp, mesh.size // mesh.pp) is not None]
+        if not one_kind:
+            sizes = [each.size for each in self.cluster.groups]
+            held = ", ".join(f"{each.size} of {each.device.name}" for each in self.cluster.groups)
+            raise GraphparError(
+                f"A stage runs on equal devices, and {self.cluster} has {held}: take a pp whose stages have a number of ranks that divides "
+                f"these, so {self.cluster.size // math.gcd(*sizes)} or a multiple."
+            )
         legal = [
             mesh
-            for mesh in found
+            for mesh in one_kind
             if (mesh.shards > 1 or not self.pins.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
