@@ -55,7 +55,7 @@ class Fitting:
             return best
         balancer, room = self.prices.balancer(candidate), self.prices.room(pricing)
         for _ in range(TRIES):
-            starts = balancer.within(self.prices.alive_on(candidate, pricing), room, candidate.microbatches)[1]
+            starts = balancer.within(self.prices.alive_on(candidate, pricing), room)[1]
             if starts is None:
                 break
             other = self._fitted(candidate, starts)
