@@ -265,12 +265,9 @@ class Pricing:
             gradients_s=step.summed - step.pipeline,
             optimizer_s=step.after,
             stages=tuple(
-                replace(stage, kept_bytes=kept, **dict(zip(("gathered_bytes", "gradient_bytes"), whole)))
-                for stage, kept, whole in zip(
-                    step.staged,
-                    self.kept_by(layout, [stage.units for stage in step.staged]),
-                    (self.bytes.whole([stage.units]) for stage in step.staged),
-                )
+                replace(stage, kept_bytes=kept, gathered_bytes=gathered, gradient_bytes=gradients)
+                for stage, kept in zip(step.staged, self.kept_by(layout, [stage.units for stage in step.staged]))
+                for gathered, gradients in [self.bytes.whole([stage.units])]
             ),
             conditions=step.conditions,
             closings=step.closings,
@@ -566,21 +563,16 @@ class Pricing:
         """Return the most bytes that each pp rank has of what comes and goes."""
         saved = self.kept_by(layout, stages)
         gathered, gradients = zip(*(self.bytes.whole([stage]) for stage in stages))
-        if not self.train or self.mesh.pp == 1 or not any(gathered + gradients):
-            whole = sum(gathered + gradients) if self.mesh.pp == 1 else 0
+        whole = sum(gathered + gradients)
+        if not whole or (self.mesh.pp == 1 and layout.order is None):
             return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
 
-        def peaks(part: int) -> tuple[float, ...]:
-            return self._peaks(
-                layout,
-                lambda count: [
-                    each[part]
-                    for each in peaks_with_state(self._ordered(layout, len(saved), count), saved, gathered, gradients)
-                ],
-                exact=exact,
-            )
+        def peaks(microbatches: int) -> list[int]:
+            order = self._ordered(layout, len(saved), microbatches)
+            return list(itertools.chain(*peaks_with_state(order, saved, gathered, gradients)))
 
-        return [Most(int(kept), int(whole)) for kept, whole in zip(peaks(0), peaks(1))]
+        found = list(map(int, self._peaks(layout, peaks, exact=exact)))
+        return list(map(Most, found[::2], found[1::2]))
 
     def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
         """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""

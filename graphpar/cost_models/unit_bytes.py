@@ -206,7 +206,7 @@ class UnitBytes:
         dtype in which parameters are stored, these count as whole."""
         run = self.execution
         kept = run.reshard == "never" or (self.mesh.pp > 1 and run.kept_for_step)
-        return run.zero == 3 and kept or run.zero == 2 and run.gather_bytes is not None
+        return (run.zero == 3 and kept) or (run.zero == 2 and run.gather_bytes is not None)
 
     def _while_gathered(self, parts: Sequence[Held]) -> int:
         """Return the bytes that a unit takes while units are gathered: what is gathered, and its shard that came from the host."""
@@ -215,8 +215,8 @@ class UnitBytes:
         return run.gathered * run.gathered_bytes(parts) + came
 
     def whole(self, stages: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return the bytes of parameters and gradients of stages that are there beside their shards: from the first action of a stage to its
-        last, and from its first backward until they are reduced."""
+        """Return the bytes of parameters and gradients of stages beside their shards: those from the first action of a stage to its last,
+        these from its first backward until they are reduced."""
         run, held = self.execution, self.held(stages)
         gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0
         return (run.gathered_bytes(held) if self._gathered_for_step else 0), gradients

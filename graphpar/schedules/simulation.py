@@ -327,10 +327,10 @@ def peaks_with_state(
         gradients: those of each stage, which are there from its first backward until they are reduced after its last.
     """
     sizes, found = (np.array(saved), np.array(gathered), np.array(gradients)), []
-    for stages, *there in _fullest_with_state(order):
-        kept, *whole = (each @ size[stages] for each, size in zip(there, sizes))
-        at = int((kept + sum(whole)).argmax())
-        found.append((int(kept[at]), int(sum(whole)[at])))
+    for stages, there in _fullest_with_state(order):
+        kept, whole, summing = (each @ size[stages] for each, size in zip(there, sizes))
+        at = int((kept + whole + summing).argmax())
+        found.append((int(kept[at]), int(whole[at] + summing[at])))
     return tuple(found)
 
 
@@ -361,7 +361,7 @@ def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
 
 
 @lru_cache(maxsize=512)
-def _fullest_with_state(order: Order) -> tuple[tuple[Array, Array, Array, Array], ...]:
+def _fullest_with_state(order: Order) -> tuple[tuple[Array, tuple[Array, ...]], ...]:
     """Return for each rank its stages and, whenever an action frees activations, while it runs, [time, stage]: how many microbatches the
     rank keeps, whether parameters are gathered, and whether there are gradients that are not reduced."""
     found = []
@@ -376,7 +376,7 @@ def _fullest_with_state(order: Order) -> tuple[tuple[Array, Array, Array, Array]
         summing = (one * (kind > 0)[:, None]).cumsum(axis=0) > 0
         counts = (one * _KEEPS[kind][:, None]).cumsum(axis=0)
         rows = np.hstack([counts[running - 1], (begun & left)[running], (summing & left)[running]])
-        found.append((stages, *np.hsplit(np.unique(rows, axis=0), 3)))
+        found.append((stages, tuple(np.hsplit(np.unique(rows, axis=0), 3))))
     return tuple(found)
 
 
