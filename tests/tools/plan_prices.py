@@ -299,7 +299,7 @@ class StepPrices:
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
         held, shards = held_once(stages), self.shards
-        sizes = {3: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
+        sizes = {2: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
 
     def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
@@ -331,7 +331,7 @@ class StepPrices:
     def whole_bytes(self, stages: Sequence[Units], own: Sequence[int]) -> dict[int, tuple[int, int]]:
         """What a pipeline has of each stage beside its shards: parameters that it keeps gathered, gradients until it has reduced them."""
         held, piped = {place: held_once([stages[place]]) for place in own}, self.mesh.pp > 1
-        gathers = self.zero == 3 and piped and not self.always
+        gathers = self.zero == 2 or (self.zero == 3 and piped and not self.always)
         return {
             place: (
                 sum(part.nbytes for part in parts) if gathers else 0,
