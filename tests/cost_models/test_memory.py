@@ -33,6 +33,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.stages.modules import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
+from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 from graphpar.schedules.action_table import parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import peak_in_flight
@@ -438,6 +439,8 @@ _STEPS = [
 @pytest.mark.sampled(1 / 2)
 def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, pool: RankPool) -> None:
     """The highest sum of live storages on each rank, parameters and inputs aside; buckets come when activations are gone."""
+    if case[3] == "ZBVZeroBubble" and not SPLITS_BACKWARD:
+        pytest.skip("this torch does not split backwards, and frees earlier")
     parts = parts_of(*case)
     batch = {}
     for spec in parts.program.inputs:
