@@ -34,7 +34,7 @@ from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
-from graphpar.cost_models.unit_bytes import UnitBytes
+from graphpar.cost_models.unit_bytes import Most, UnitBytes
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -46,7 +46,13 @@ from graphpar.schedules.action_table import ActionTable, forwards
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
-from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
+from graphpar.schedules.simulation import (
+    Timeline,
+    kept_before_backward,
+    most_in_flight,
+    peak_in_flight,
+    peaks_with_state,
+)
 
 Array = NDArray[np.float64]
 
@@ -296,8 +302,9 @@ class Pricing:
             gradients_s=step.summed - step.pipeline,
             optimizer_s=step.after,
             stages=tuple(
-                replace(stage, kept_bytes=self.bytes.kept(*stage.units, layout.microbatch_size)[0])
-                for stage in step.staged
+                replace(stage, kept_bytes=kept, gathered_bytes=gathered, gradient_bytes=gradients)
+                for stage, kept in zip(step.staged, self.kept_by(layout, [stage.units for stage in step.staged]))
+                for gathered, gradients in [self.bytes.whole([stage.units])]
             ),
             conditions=step.conditions,
             closings=step.closings,
@@ -579,7 +586,7 @@ class Pricing:
     def totals(self, layout: Layout) -> list[int]:
         """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step."""
         stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
-        own, peaks = self.places(layout), self._activations(layout, stages, exact=False)
+        own, peaks = self.places(layout), self._most(layout, stages, exact=False)
         return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
 
     def places(self, layout: Layout) -> list[list[int]]:
@@ -594,7 +601,7 @@ class Pricing:
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
     ) -> tuple[Memory, ...]:
         rows, count = layout.microbatch_size, layout.microbatches
-        peaks = self._activations(layout, stages, exact)
+        peaks = self._most(layout, stages, exact)
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
     def _host_memories(
@@ -609,10 +616,31 @@ class Pricing:
         peaks = self._most_kept(layout, moved, exact)
         return tuple(replace(self.bytes.on_host(own), activations=peak) for own, peak in zip(held, peaks))
 
-    def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
-        """Return the most bytes of activations that each pp rank keeps at once."""
-        saved = [self.bytes.kept(first, after, layout.microbatch_size)[0] for first, after in stages]
-        return self._most_kept(layout, saved, exact)
+    def _most(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[Most]:
+        """Return the most bytes that each pp rank has of what comes and goes."""
+        saved = self.kept_by(layout, stages)
+        gathered, gradients = zip(*(self.bytes.whole([stage]) for stage in stages))
+        whole = sum(gathered + gradients)
+        if not whole or (self.mesh.pp == 1 and layout.order is None):
+            return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
+
+        def peaks(microbatches: int) -> list[int]:
+            order = self._ordered(layout, len(saved), microbatches)
+            return list(itertools.chain(*peaks_with_state(order, saved, gathered, gradients)))
+
+        found = list(map(int, self._peaks(layout, peaks, exact=exact)))
+        return list(map(Most, found[::2], found[1::2]))
+
+    def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""
+        rows, ranks = layout.microbatch_size, self._ranks(layout, len(stages))
+        received = self.train and self.mesh.pp > 1
+        return [
+            self.bytes.in_flight(*stage, rows)
+            if received and place and ranks[place] != ranks[place - 1]
+            else self.bytes.kept(*stage, rows)[0]
+            for place, stage in enumerate(stages)
+        ]
 
     def _most_kept(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
         """Return the most bytes that each pp rank keeps at once, of so many of a microbatch of each stage."""

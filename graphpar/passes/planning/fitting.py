@@ -55,7 +55,7 @@ class Fitting:
             return best
         balancer, rooms = self.prices.balancer(candidate), self.prices.rooms(pricing)
         for _ in range(TRIES):
-            starts = balancer.within(self.prices.alive_on(candidate, pricing), rooms, candidate.microbatches)[1]
+            starts = balancer.within(self.prices.alive_on(candidate, pricing), rooms)[1]
             if starts is None:
                 break
             other = self._fitted(candidate, starts)

@@ -219,38 +219,35 @@ class StageBalancer:
 
     def __init__(self, fixed: Callable[[], Array], savings: Sequence[UnitSavings]) -> None:
         self._fixed_runs, self._savings = fixed, savings
-        self._known: dict[tuple[tuple[float, ...], tuple[float, ...], int], tuple[float, tuple[int, ...] | None]] = {}
+        self._known: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, tuple[int, ...] | None]] = {}
 
     @cached_property
     def _fixed(self) -> Array:
         return self._fixed_runs()
 
-    def within(
-        self, alive: Sequence[float], rooms: Sequence[float], messages: int = 1
-    ) -> tuple[float, tuple[int, ...] | None]:
+    def within(self, alive: Sequence[float], rooms: Sequence[float]) -> tuple[float, tuple[int, ...] | None]:
         """Return a lower bound of the slowest stage's seconds, and the first unit of each stage there; ``inf`` where none fit.
 
         Args:
             alive: microbatches in flight on each stage.
             rooms: bytes that each stage may take.
-            messages: how many microbatches of messages between stages are kept.
         """
-        key = tuple(alive), tuple(rooms), messages
+        key = tuple(alive), tuple(rooms)
         if key not in self._known:
             costs: dict[tuple[float, float, UnitSavings], Array] = {}  # not kept: each is a table of every run of units
             reaches: list[_Reach] = []
             for each in zip(alive, rooms, self._savings):
                 if each not in costs:
-                    costs[each] = self._within(*each, messages)
+                    costs[each] = self._within(*each)
                 reaches.append(_further(reaches[-1] if reaches else None, costs[each]))
             self._known[key] = _best(reaches)
         return self._known[key]
 
-    def _within(self, alive: float, room: float, savings: UnitSavings, messages: int) -> Array:
+    def _within(self, alive: float, room: float, savings: UnitSavings) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
         table = savings.first
         best = np.full(table.kept.shape, np.inf)
-        fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
+        fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + table.message - room
         for cap in savings.caps:
             left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
             seconds = savings.least_runs

@@ -25,7 +25,7 @@ from graphpar.passes.planning.search import Planner
 from graphpar.runtime.option_kinds import AUTO
 from tests.passes.planning.test_planner import program_of, small
 from tests.tools.every_plan import EveryPlan
-from tests.tools.plan_prices import StepPrices, in_all
+from tests.tools.plan_prices import StepPrices, arriving, in_all
 from tests.tools.samples import drawn
 
 WIDTH, LENGTH = 32, 16
@@ -322,9 +322,10 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
     for first, after in itertools.combinations(range(len(units) + 1), 2):
         plain = prices.stage(units[first:after], rows, True)
         held = balancer._fixed[first, after] + planner.prices.savings(candidate).first.message[first, after]
+        received = arriving([units[:first], units[first:after]], 1, rows) if first else 0
         for choice in every.choices(way, first, after):
-            room = held + in_all(0, 0, choice.kept, choice.on_top) + 1
-            bound = balancer._within(1.0, room, 1)[first, after]
+            room = held + in_all(0, 0, choice.kept + received, choice.on_top) + 1
+            bound = balancer._within(1.0, room)[first, after]
             seconds = plain.forward + plain.backward + choice.more
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)
