@@ -161,9 +161,8 @@ SOURCES: Mapping[str, Habits] = {
     # 800 Gb/s InfiniBand a node
     "vtrain_single": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
     "vtrain_multi": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
-    # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout. Its chronicles-prequel.md, "Rebalancing layers": from the tables of
-    # 28 February on "BF16 optimizer that was just written to accumulate gradients in fp32", before "fp16 which grad accumulates in fp16";
-    # memory is that of nvidia-smi
+    # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout. By its chronicles-prequel.md ("Rebalancing layers") runs were in fp16
+    # until an optimizer for BF16 that sums gradients in fp32 was there, and memory was read with nvidia-smi
     "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50, prints="device", bf16_from="02-28"),
     # a fork of Megatron-LM of 2023, by default without flash attention. Its scripts have a SentencePiece tokenizer, and the sizes that the
     # paper prints (14.6 and 28.3 billion) are those of 32,000 tokens; 51,200 would be 14.7 and 28.4
