@@ -324,7 +324,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
         held = balancer._fixed[first, after] + planner.prices.savings(candidate).first.message[first, after]
         for choice in every.choices(way, first, after):
             room = held + in_all(0, 0, choice.kept, choice.on_top) + 1
-            bound = balancer._within(1.0, room, 1)[first, after]
+            bound = balancer._within(1.0, room, planner.prices.savings(candidate), 1)[first, after]
             seconds = plain.forward + plain.backward + choice.more
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)
