@@ -143,7 +143,7 @@ def read(row: Mapping[str, Any]) -> Row:
     if rows % (replicas * micro):
         raise Unpriced(f"a batch of {rows} is no multiple of {replicas} replicas x {micro} rows")
     schedule, per_rank = _schedule(row, assumed)
-    dtype, products = _dtypes(row["precision"], assumed)
+    dtype, products = _dtypes(row, habits, assumed)
     zero = int(parallel["zero"])
     predictions = _predictions(row)
     habits = replace(habits, gradient_bytes=habits.gradient_bytes or (2 if dtype == "fp16" else 4))
@@ -302,14 +302,18 @@ def _with_options(habits: Habits, options: Mapping[str, Any], year: int | None) 
     return habits
 
 
-def _dtypes(precision: str, assumed: list[str]) -> tuple[str, str]:
-    """Of parameters, and of what products take."""
-    name = precision.lower()
+def _dtypes(row: Mapping[str, Any], habits: Habits, assumed: list[str]) -> tuple[str, str]:
+    """Of parameters, and of what products take; where the row does not say, by its date."""
+    name = row["precision"].lower()
     if "fp4" in name:
         raise Unpriced("products of 4 bits have no price")
     if "fp8" in name or "float8" in name:
         return "bf16", "fp8"
     if name.startswith(("fp16/bf16", "bf16/fp16")):
+        date = re.search(r"date=(\d\d-\d\d)", row.get("note") or "")
+        if habits.bf16_from is not None and date is not None:
+            dtype = "bf16" if date[1] >= habits.bf16_from else "fp16"
+            return dtype, dtype
         assumed.append(UNSTATED)
         return "bf16", "bf16"
     return ("fp16", "fp16") if name.startswith("fp16") else ("bf16", "bf16")

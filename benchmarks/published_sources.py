@@ -67,6 +67,7 @@ class Habits:
         per_node: devices of a node, by a part of the hardware's name.
         prints: of its memory: what is ``allocated``, what the allocator has ``reserved``, or what the ``device`` has in use; None
             where the source does not say, which is compared with what is reserved.
+        bf16_from: the date of the notes from which on rows that do not say their precision are in bf16; before it they are in fp16.
     """
 
     attention: str = "flash"
@@ -111,6 +112,7 @@ class Habits:
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
     prints: str | None = None
+    bf16_from: str | None = None
 
 
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
@@ -159,8 +161,9 @@ SOURCES: Mapping[str, Habits] = {
     # 800 Gb/s InfiniBand a node
     "vtrain_single": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
     "vtrain_multi": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
-    # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout
-    "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
+    # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout. By its chronicles-prequel.md ("Rebalancing layers") runs were in fp16
+    # until an optimizer for BF16 that sums gradients in fp32 was there, and memory was read with nvidia-smi
+    "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50, prints="device", bf16_from="02-28"),
     # a fork of Megatron-LM of 2023, by default without flash attention. Its scripts have a SentencePiece tokenizer, and the sizes that the
     # paper prints (14.6 and 28.3 billion) are those of 32,000 tokens; 51,200 would be 14.7 and 28.4
     "zero_bubble": replace(_MEGATRON_2022, vocab=32000),

@@ -349,7 +349,7 @@ def what_if(
         )
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
     change = Change(hardware, network, devices, global_batch, microbatch_size, memory_headroom, dict(mesh or {}))
-    return priced_again(found.kept, change, plan.precision)
+    return priced_again(found.kept, change, plan)
 
 
 def estimate(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from graphpar.cli.output import Result, print_wrapped
 from graphpar.cli.parser import given_options
-from graphpar.cli.plan_file import read_plan, read_record, reading_report
+from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Answer, Change, KeptPlans, Repriced, what_if
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> Result:
         )
     path, record = read_record(options.plan)
     plan = read_plan(path, record)
-    answer = what_if(_kept(path, plan), change, plan.precision)
+    answer = what_if(_kept(path, plan), change, plan)
     data = {"change": _said(change), **answer.to_json()}
     return Result(data, lambda console: _show(console, answer, change))
 
@@ -46,11 +46,14 @@ def _kept(path: Path, plan: Plan) -> KeptPlans:
     file = path.parent / KEPT_PLANS
     if path.name != "plan.json" or not file.is_file():
         raise GraphparError(
-            f"There is no {KEPT_PLANS} next to {path}: a search writes it into the folder of its program. Make one with `graphpar compile "
-            "MODEL --devices N -o OUT`, without a plan, and give OUT."
+            f"There is no {KEPT_PLANS} next to {path}: a search for training or inference writes it into its program. Make "
+            "one with `graphpar compile MODEL --devices N -o OUT`, without a plan, and give OUT."
         )
-    with reading_report(file):
-        kept = KeptPlans.from_json(read_record(file)[1])
+    record = read_record(file)[1]
+    try:
+        kept = KeptPlans.from_json(record)
+    except GraphparError as error:
+        raise GraphparError(f"{file}: {error}") from None
     chosen = kept.plans[0]
     own = plan.mesh, plan.schedule, plan.microbatch_size, plan.microbatches
     if own != (chosen.mesh, chosen.layout.schedule, chosen.layout.microbatch_size, chosen.layout.microbatches):
@@ -111,7 +114,7 @@ def _show(console: Console, answer: Answer, change: Change) -> None:
     console.print(table)
     lines = [""]
     if answer.same is None:
-        lines.append(" The plan itself can't have this batch on this number of devices.")
+        lines.append(f" The same plan can't be that: {str(answer.why_not).removesuffix('.')}.")
     lines += [f" {_against(plan, answer, heading)}" for heading, plan in now.items() if plan is not None]
     if answer.best is None:
         lines.append(" None of the kept plans fits.")

@@ -415,7 +415,7 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
     """
     example = EXAMPLES[plan.mode]
     ranks = plan.mesh.size
-    node = plan.cluster.devices_per_node if plan.cluster is not None else ranks
+    node = plan.cluster.host_devices if plan.cluster is not None else ranks
     devices = min(node, ranks) if ranks % min(node, ranks) == 0 else math.gcd(node, ranks)
     nodes = ranks // devices
     gpus = plan.cluster is not None and plan.cluster.device.kind == "cuda"
@@ -426,7 +426,7 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
     if nodes > 1:
         usage = (
             "On each of them, in a copy of this folder, with the name of one:"
-            f"\n#\n#     HEAD=NAME ./launch.sh {example}"
+            f"\n#\n#     HEAD=NAME ./launch.sh {example}{_order_of_nodes(plan)}"
         )
     job = re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()).strip("-")[:50]
     values = {
@@ -449,6 +449,18 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
     }
     templates = {"launch.sh": _SHELL, "launch.sbatch": _SLURM, "launch.yaml": _KUBERNETES}
     return {file: template.format(**values) for file, template in templates.items()}
+
+
+def _order_of_nodes(plan: Plan) -> str:
+    """Say in which order nodes are to be where it matters: of several kinds, or in pods."""
+    if plan.cluster is None or not (plan.cluster.groups or plan.cluster.pods):
+        return ""
+    order = " those of a pod must follow each other"
+    if plan.cluster.groups:
+        order = " first " + ", then ".join(
+            f"{each.nodes} of {_shown(each.device.name)}" for each in plan.cluster.groups
+        )
+    return f"\n#\n# torchrun numbers nodes in the order of their names:{order}."
 
 
 def _shown(name: str) -> str:

@@ -1,6 +1,6 @@
 """Seconds of a collective over a group of ranks, by latency and bandwidth of the algorithms that a communication library chooses from.
 
-    ranks, or axes of a mesh ──Network.group──► Group: how many ranks, on how many nodes ──Network.seconds──► seconds
+    ranks, or axes of a mesh ──Network.group──► Group: how many ranks, on how many nodes, in how many pods ──Network.seconds──► seconds
 
 Each algorithm costs ``latency + x + 2 sqrt(l x)``, where ``x`` is what its busiest device sends over its bandwidth. The last term is
 the cost of pipelining a message in chunks: with few, the last hop waits for a long one; with many, each costs its latency; the best
@@ -17,8 +17,13 @@ gloo         reduce-scatter: as an all-reduce, and copies (on CPUs)             
 
 Rings over nodes enter a node by the adapters of all members there, so their bandwidth is that of these adapters together, but at most
 that of the links inside. ``Link.bytes_per_s`` between nodes is per device, and a group uses the shares of its members only: the other
-groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its share. Oversubscription and
-other jobs are not modelled; they belong into the cluster's figures.
+groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its share.
+
+Pods of nodes are priced as nodes are, at the share that a device has of what leaves its pod. A ring over pods enters each once, and has the
+shares of all members there, so that a pod with many slows it little; a tree has one or two edges out of each; an all-to-all sends all that
+is for other pods, and a group with a member a pod has one share. Of pods with rails a group leaves its node by what is outside of the pod,
+unless it has the same places in each of its nodes: then each message stays on a rail (where places differ inside, NVLink takes it to the
+rail first). Other jobs are not modelled; they belong into the cluster's figures.
 
 Against 75 all-reduces and all-gathers of 1 MiB and more on 8 H200, 8 and 16 and 32 B200, 16 H100, 16 H200 and 16 A100 (sources in
 ``tests/cost_models/test_collective_costs.py``) the error is 6 % in the median, 19 % at the 90th percentile and 45 % at worst (an
@@ -28,7 +33,6 @@ all-gather of 1 MiB).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -63,16 +67,23 @@ class Group:
     """The size of a group of ranks, and how its ranks are spread over nodes.
 
     ``per_node``: members in the fullest node. ``fewest``: in the emptiest node that has any; 0 for the same as ``per_node``.
+    ``pods``: of each level of pods that it leaves, from the inside out: how many it is in, and its members in the emptiest.
     """
 
     size: int
     nodes: int
     per_node: int
     fewest: int = 0
+    pods: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.fewest:
             object.__setattr__(self, "fewest", self.per_node)
+
+    @property
+    def crossed(self) -> tuple[tuple[int, int], ...]:
+        """Of each level that it leaves, nodes first: how many parts it is in, and its members in the emptiest."""
+        return ((self.nodes, self.fewest), *self.pods) if self.nodes > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._step_s = cluster.intra_node.latency_s
+        self._latencies_s = [self._step_s, *(level.link.latency_s for level in cluster.levels)]
+        self._rates = [level.link.bytes_per_s * level.link.efficiency for level in cluster.levels]
         self._groups: dict[tuple[Mesh, frozenset[str]], Group] = {}
         self._lines: dict[tuple[str, Group], tuple[_Line, ...]] = {}
 
@@ -105,13 +118,12 @@ class Network:
         if not members or members[0] < 0 or members[-1] >= self.cluster.size:
             given = f"Ranks {members[0]} to {members[-1]}" if members else "No ranks"
             raise GraphparError(f"{given}: the cluster {self.cluster} has ranks 0 to {self.cluster.size - 1}.")
-        together = Counter(rank // self.cluster.devices_per_node for rank in members).values()
-        return Group(len(members), len(together), max(together), min(together))
+        return self._counted(np.array([members]))
 
     def group_of_axes(self, mesh: Mesh, axes: Sequence[str]) -> Group:
         """Return the group of ranks whose coordinates differ on ``axes`` only.
 
-        Where groups are spread differently over nodes it is the worst case: the most nodes, the fullest node, the emptiest node.
+        Where groups are spread differently over nodes it is the worst case: the most nodes, the fullest and the emptiest; and of pods.
 
         Raises:
             GraphparError: there is no such axis, or the mesh has more devices than the cluster.
@@ -123,11 +135,15 @@ class Network:
         return self._groups[key]
 
     def boundary(self, mesh: Mesh) -> Group:
-        """Return the group of two neighbours on ``pp``: on different nodes if any two neighbours are."""
+        """Return the group of two neighbours on ``pp``: on different nodes, and in different pods, if any two neighbours are."""
         self._check(mesh, ("pp",))
         if mesh.pp == 1:
             return Group(1, 1, 1)
-        return Group(2, 2, 1) if mesh.size > self.cluster.devices_per_node else Group(2, 1, 2)
+        nodes, *pods = self.cluster.levels
+        if mesh.size <= nodes.devices:
+            return Group(2, 1, 2)
+        moves = mesh.size // mesh.pp % nodes.devices > 0
+        return Group(2, 2, 1, pods=tuple((2, 1) for pod in pods if mesh.size > pod.devices or (pod.rails and moves)))
 
     def _check(self, mesh: Mesh, axes: Sequence[str]) -> None:
         for axis in axes:
@@ -142,27 +158,23 @@ class Network:
 
     def _group_of_axes(self, degrees: dict[str, int], axes: frozenset[str]) -> Group:
         size = math.prod(degrees[axis] for axis in axes)
-        inside, room = 1, self.cluster.devices_per_node
-        for axis in reversed(AXES):  # each node is a block of coordinates as long as the degrees fill it evenly
-            here = math.gcd(degrees[axis], room)
-            if here < min(degrees[axis], room):
-                return self._counted(degrees, axes, size)
-            inside *= here if axis in axes else 1
-            room //= here
-            if room == 1:
-                break
-        return Group(size, size // inside, inside)
-
-    def _counted(self, degrees: dict[str, int], axes: frozenset[str], size: int) -> Group:
-        """Count over all groups; in each, the ranks of a node are adjacent."""
+        insides = [_inside_block(degrees, axes, level.devices) for level in self.cluster.levels]
+        if all(insides):
+            return _grouped(size, [(size // inside, inside, inside) for inside in insides])
         shape = tuple(degrees.values())
         ours = [place for place, axis in enumerate(degrees) if axis in axes]
-        nodes = np.arange(math.prod(shape)).reshape(shape) // self.cluster.devices_per_node
-        groups = np.moveaxis(nodes, ours, range(-len(ours), 0)).reshape(-1, size)
-        starts = np.ones(groups.shape, bool)
-        starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
-        counts = np.diff(np.flatnonzero(starts), append=starts.size)
-        return Group(size, int(starts.sum(axis=1).max()), int(counts.max()), int(counts.min()))
+        ranks = np.arange(math.prod(shape)).reshape(shape)
+        return self._counted(np.moveaxis(ranks, ours, range(-len(ours), 0)).reshape(-1, size))
+
+    def _counted(self, groups: np.ndarray) -> Group:
+        """Count over all groups, a row each; in each, the ranks of a node are adjacent."""
+        nodes, *pods = self.cluster.levels
+        spread = _spread(groups // nodes.devices)
+        _, most, fewest = spread
+        places = (groups % nodes.devices).reshape(len(groups), -1, most) if most == fewest else None
+        aligned = places is not None and bool((places == places[:, :1]).all())
+        spreads = [spread if pod.rails and not aligned else _spread(groups // pod.devices) for pod in pods]
+        return _grouped(groups.shape[1], [spread, *spreads])
 
     # ---- prices ----
 
@@ -191,21 +203,20 @@ class Network:
     def ring(self, group: Group) -> Link:
         """Return the mean latency of a step of a ring over ``group``, and the bandwidth of each of its devices."""
         steps = max(1, group.size - 1)
-        across = min(group.nodes, steps) if group.nodes > 1 else 0
-        inside, between = self.cluster.intra_node, self.cluster.inter_node
-        latency = ((steps - across) * inside.latency_s + across * between.latency_s) / steps
+        latency = self._messages_s([steps, *(min(parts, steps) for parts, _ in group.crossed)]) / steps
         rates = [self._inside(group)] if group.per_node > 1 or group.nodes == 1 else []
-        if group.nodes > 1:
-            rates.append(group.fewest * self._between())
+        rates += [fewest * rate for (_, fewest), rate in zip(group.crossed, self._rates)]
         return Link(latency, min(rates))
+
+    def _messages_s(self, counts: Sequence[float]) -> float:
+        """Return the latencies of messages: of how many in all, how many leave a node, how many of these a pod, and so on."""
+        left = [here - beyond for here, beyond in zip(counts, [*counts[1:], 0])]
+        return sum(count * seconds for count, seconds in zip(left, self._latencies_s))
 
     def _inside(self, group: Group) -> float:
         """Return the bytes a second of a device in a ring inside a node."""
         link = self.cluster.intra_node.among(max(2, group.fewest))
         return link.bytes_per_s * link.efficiency
-
-    def _between(self) -> float:
-        return self.cluster.inter_node.bytes_per_s * self.cluster.inter_node.efficiency
 
     def _priced(self, kind: str, group: Group) -> tuple[_Line, ...]:
         if kind not in KINDS:
@@ -240,18 +251,26 @@ class Network:
         return replace(line, byte_s=line.byte_s + copies)
 
     def _send(self, group: Group) -> _Line:
-        link = self.cluster.inter_node if group.nodes > 1 else self.cluster.intra_node.among(2)
-        share = link.efficiency if group.nodes > 1 else min(1.0, _COPY * link.efficiency)
+        if group.nodes == 1:
+            link = self.cluster.intra_node.among(2)
+            return self._sent_over(link, min(1.0, _COPY * link.efficiency))
+        links = [level.link for level, _ in zip(self.cluster.levels, group.crossed)]
+        lines = [self._sent_over(link, link.efficiency) for link in links]
+        return replace(lines[-1], byte_s=max(line.byte_s for line in lines))
+
+    def _sent_over(self, link: Link, share: float) -> _Line:
         if link.send_latency_s is not None:
             return _Line(link.send_latency_s, 1 / link.bytes_per_s, 0.0)
         return _Line(link.latency_s, 1 / (link.bytes_per_s * share), self._step_s)
 
     def _all_to_all(self, group: Group) -> _Line:
         """Price an all-to-all: each rank sends ``1 / size**2`` of the tensor to each other, in the node and to others at once."""
-        far = group.size - group.fewest
-        latency = group.per_node * self._step_s + far / _AT_ONCE * self.cluster.inter_node.latency_s
+        far = [group.size - fewest for _, fewest in group.crossed]
+        latency = group.per_node * self._step_s
+        if far:
+            latency += self._messages_s([count / _AT_ONCE for count in (far[0], *far)])
         rates = [(group.per_node - 1) / self._inside(group)] if group.per_node > 1 else []
-        rates += [far / self._between()] if far else []
+        rates += [count / rate for count, rate in zip(far, self._rates)]
         return _Line(latency, max(rates) / group.size**2, self._step_s)
 
     def _tree(self, group: Group) -> _Line:
@@ -277,8 +296,37 @@ class Network:
         return 1 / (link.bytes_per_s * link.in_switch)
 
     def _climb_s(self, group: Group) -> float:
-        """Return the latency up and down a tree over nodes."""
-        return 2 * math.ceil(math.log2(group.nodes)) * self.cluster.inter_node.latency_s
+        """Return the latency up and down a tree over nodes, whose upper part is over pods."""
+        depths = [2 * math.ceil(math.log2(parts)) for parts, _ in group.crossed]
+        return self._messages_s([depths[0], *depths])
 
     def _climb_byte_s(self, group: Group) -> float:
-        return (2 if group.nodes > 2 else 1) / (group.fewest * self._between())
+        return max(
+            (2 if parts > 2 else 1) / (fewest * rate) for (parts, fewest), rate in zip(group.crossed, self._rates)
+        )
+
+
+def _inside_block(degrees: dict[str, int], axes: frozenset[str], room: int) -> int:
+    """Return how many members of a group are on ``room`` consecutive devices where these are a block of coordinates, else 0."""
+    inside = 1
+    for axis in reversed(AXES):
+        here = math.gcd(degrees[axis], room)
+        if here < min(degrees[axis], room):
+            return 0
+        inside *= here if axis in axes else 1
+        room //= here
+    return inside
+
+
+def _spread(parts: np.ndarray) -> tuple[int, int, int]:
+    """Return of groups, a row each, over how many parts one is spread at most, the most members in one, and the fewest."""
+    starts = np.ones(parts.shape, bool)
+    starts[:, 1:] = parts[:, 1:] != parts[:, :-1]
+    counts = np.diff(np.flatnonzero(starts), append=starts.size)
+    return int(starts.sum(axis=1).max()), int(counts.max()), int(counts.min())
+
+
+def _grouped(size: int, spreads: Sequence[tuple[int, int, int]]) -> Group:
+    """Return a group from how it is spread over the parts of each level."""
+    nodes, *pods = spreads
+    return Group(size, *nodes, tuple((parts, fewest) for parts, _, fewest in pods if parts > 1))

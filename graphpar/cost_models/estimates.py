@@ -85,6 +85,9 @@ class Estimate:
         figures: the sources of the device's figures.
         spreads_s: by how many seconds each part of the step may be off (:mod:`graphpar.cost_models.spread`).
         exact: whether every microbatch was simulated, and not a few of them.
+        devices, rooms: of each pp rank its device, and what it may take of that one's memory; empty where all have the same.
+            ``memory_bytes`` and ``headroom_bytes`` are of the fullest one then.
+        crossed: over how many ``nodes``, ``pods`` and so on the collectives of an axis are spread, of axes that leave a node.
     """
 
     step_time_s: float
@@ -112,6 +115,9 @@ class Estimate:
     blocks: tuple[BlockSeconds, ...] = ()
     spreads_s: Mapping[str, float] = field(default_factory=dict)
     exact: bool = True
+    crossed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    rooms: tuple[int, ...] = ()
 
     @property
     def spread_s(self) -> float:
@@ -143,7 +149,8 @@ class Estimate:
     @property
     def missing_bytes(self) -> int:
         """Bytes by which the fullest rank exceeds what it may take of the device's memory; not positive where all fit."""
-        return max(self.peak_memory_bytes) - self.room_bytes
+        rank = self.fullest[0]
+        return self.peak_memory_bytes[rank] - self.room_bytes
 
     @property
     def room_bytes(self) -> int:
@@ -158,12 +165,13 @@ class Estimate:
 
     @property
     def fullest(self) -> tuple[int, tuple[int, ...]]:
-        """The pp rank that holds the most at its peak, and its stages."""
-        rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total)
+        """The pp rank that has the least left at its peak, and its stages."""
+        rooms = self.rooms or (0,) * len(self.memory)
+        rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total - rooms[pp])
         return rank, tuple(stage.index for stage in self.stages if stage.rank == rank)
 
     def __repr__(self) -> str:
-        peak, room = max(self.peak_memory_bytes), self.memory_bytes
+        peak, room = self.peak_memory_bytes[self.fullest[0]], self.memory_bytes
         return (
             f"Estimate({spread_text(self.step_time_s, self.spread_s)} a step on {self.cluster}, MFU {share_text(self.mfu)}, "
             f"peak {bytes_text(peak)} of {bytes_text(room)})"
@@ -182,11 +190,13 @@ class Estimate:
             "communication_s": dict(self.communication_s),
             "exposed_s": dict(self.exposed_s),
             "parts_s": dict(self.parts_s),
+            "crossed": {axis: dict(parts) for axis, parts in self.crossed.items()},
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
             "host_memory": [asdict(memory) for memory in self.host_memory],
             "host_memory_bytes": self.host_memory_bytes,
+            **({"devices": list(self.devices), "rooms": list(self.rooms)} if self.devices else {}),
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
             "blocks": [

@@ -45,8 +45,8 @@ class Execution:
         units: which modules are gathered together, see the option ``units``.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
         gathered: how many units have their whole parameters at once (ZeRO 3).
-        hold_messages: buffers for messages between stages exist for every microbatch of a step, as in torch's pipeline stages; else
-            for those in flight.
+        hold_messages: what a stage received lives until its backward, as what it sent does, as in torch's pipeline stages; else one of the
+            two does.
         wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
         overlap_tp: the share of collectives inside operators that is hidden behind the products next to them, apart from those that

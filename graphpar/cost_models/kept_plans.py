@@ -2,29 +2,32 @@
 
     search ──its best plans, as units with work and bytes──► KeptPlans ──kept.json──► KeptPlans ──Change──► Answer
 
-Placements of tensors and stages' boundaries are those that were found. Microbatches and replicas follow the change, and of each plan the
-recomputations that were measured are tried where its own does not fit.
+Placements of tensors and stages' boundaries are those that were found. Microbatches and replicas follow the change, as far as the rules
+for decisions allow, and of each plan the recomputations that were measured are tried where its own does not fit.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Unit
-from graphpar.cost_models.plain_records import decode, encode
+from graphpar.cost_models.plain_records import TYPES, decode, encode
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.spread import of_difference
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import check_number
-from graphpar.ir.precision import Precision
+from graphpar.ir.plan import Plan
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.options import Decisions, check_decisions
 
 KEPT_PLANS = "kept.json"
 """The file of a program's folder in which they are."""
@@ -56,6 +59,8 @@ class KeptPlans:
     Attributes:
         dtype: see :class:`~graphpar.cost_models.pricing.Pricing`.
         symbolic: whether microbatches may have other sizes than those of the trace.
+        splits: whether the batch may be split into microbatches.
+        coupled: whether what a replica computes depends on how many there are.
     """
 
     cluster: Cluster
@@ -63,25 +68,32 @@ class KeptPlans:
     dtype: str
     train: bool
     symbolic: bool
+    splits: bool
+    coupled: bool
     plans: tuple[KeptPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         plans = [[getattr(plan, each.name) for each in fields(KeptPlan)] for plan in self.plans]
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("cluster", "plans")}
-        return own | {"cluster": self.cluster.to_json(), "plans": encode(plans)}
+        data = own | {"cluster": self.cluster.to_json(), "plans": encode(plans)}
+        return {**data, "digest": _digest(data)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> KeptPlans:
         """Read what :meth:`to_json` returns.
 
         Raises:
-            GraphparError: it was written by another version.
+            GraphparError: it is not as it was written, or was by another version.
         """
+        if data.get("digest") != _digest({name: value for name, value in data.items() if name != "digest"}):
+            raise GraphparError(
+                "what a search kept is not as it was written, or is of another version; compile the model again."
+            )
         plans = tuple(KeptPlan(*values) for values in decode(data["plans"]))
         cluster = Cluster.from_json(data["cluster"])
-        batch, dtype, train, symbolic = (data[name] for name in ("global_batch", "dtype", "train", "symbolic"))
-        return KeptPlans(cluster, batch, dtype, train, symbolic, plans)
+        own = {each.name: data[each.name] for each in fields(KeptPlans) if each.name not in ("cluster", "plans")}
+        return KeptPlans(cluster=cluster, plans=plans, **own)
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,10 @@ class Change:
             GraphparError: the devices are of another kind, or fill no nodes.
         """
         found = old if self.cluster is None else self.cluster
+        if old.groups or found.groups:
+            raise GraphparError(
+                "what-if prices devices of one kind alone; plan for a cluster of several kinds with compile."
+            )
         if found.device.kind != old.device.kind:
             raise GraphparError(
                 f"the plan is for {old}; programs for a {found.device.kind} device are others: compile the model for {found}."
@@ -128,13 +144,8 @@ class Change:
             found = _resized(found, self.devices)
         if self.network is not None:
             name = "inter_node" if found.nodes > 1 else "intra_node"
-            link = getattr(found, name)
-            rates = {
-                rate: getattr(link, rate) * self.network
-                for rate in ("bytes_per_s", "pair_bytes_per_s")
-                if getattr(link, rate) is not None
-            }
-            found = replace(found, **{name: replace(link, **rates)})
+            pods = tuple(replace(pod, link=pod.link.times(self.network)) for pod in found.pods)
+            found = replace(found, **{name: getattr(found, name).times(self.network)}, pods=pods)
         kept = old.headroom if found.headroom is None else found.headroom
         return found.with_headroom(kept if self.memory_headroom is None else self.memory_headroom)
 
@@ -191,7 +202,8 @@ class Answer:
 
     Attributes:
         before: the chosen plan as it was priced.
-        same: the same plan now, with as many replicas as make up the devices; None where it can't have this batch on so many.
+        same: the same plan now, with as many replicas as make up the devices; None where it can't be that.
+        why_not: why it can't.
         best: the fastest of the kept plans that fits now, or the same one where that is as fast as far as prices are known; None where
             none fits.
         plans: all that were priced, the fastest that fit first.
@@ -202,6 +214,7 @@ class Answer:
     global_batch: int
     before: Repriced
     same: Repriced | None
+    why_not: str | None
     best: Repriced | None
     plans: tuple[Repriced, ...]
     seconds: float
@@ -214,40 +227,55 @@ class Answer:
             "devices": self.cluster.size,
             "global_batch": self.global_batch,
             **parts,
+            "why_not": self.why_not,
             "plans": [each.to_json() for each in self.plans],
             "seconds": self.seconds,
         }
 
 
-def what_if(kept: KeptPlans, change: Change, precision: Precision) -> Answer:
-    """Price the plans that a search kept for a program of ``precision`` under ``change``.
+def _digest(data: Mapping[str, Any]) -> str:
+    """Return what changes with any of the numbers of ``data``, or with what they mean."""
+    known = {name: [each.name for each in fields(kind)] for name, kind in TYPES.items() if is_dataclass(kind)}
+    return hashlib.sha256(json.dumps([data, known], sort_keys=True).encode()).hexdigest()
+
+
+def what_if(kept: KeptPlans, change: Change, decided: Plan) -> Answer:
+    """Price the plans that a search kept under ``change``; ``decided``: the plan that it chose.
 
     Raises:
         GraphparError: the change is not possible, or no kept plan can have it; the message says why.
     """
     began = time.perf_counter()
     cluster, batch = change.on(kept.cluster), change.global_batch or kept.global_batch
-    precision.check_units(cluster.device)
+    decided.precision.check_units(cluster.device)
     prices, chosen = _Prices(kept, cluster), kept.plans[0]
     before = _Prices(kept, kept.cluster).priced(chosen, chosen.mesh, chosen.layout, exact=True)
     found: list[tuple[Repriced, Callable[[], Repriced]]] = []  # each with what prices all of its microbatches
     same: Repriced | None = None
+    why_not: str | None = None
     for plan in kept.plans:
-        mesh = _scaled(plan.mesh, cluster.size)
-        if mesh is None or any(mesh.degrees().get(axis) != degree for axis, degree in change.mesh.items()):
+        own = change.microbatch_size or plan.layout.microbatch_size
+        try:
+            scaled = _scaled(kept, plan, cluster.size, change.mesh)
+        except GraphparError as error:
+            why_not = str(error) if plan is chosen else why_not
             continue
-        for layout in _layouts(kept, plan, mesh, batch, change.microbatch_size):
+        for size in _sizes(kept, own, batch // scaled.mesh.replicas, change.microbatch_size is not None):
+            same_size = plan is chosen and size == own
             try:
-                how, priced = prices.fitted(plan, mesh, layout)
-            except GraphparError:  # no legal schedule of so many microbatches
+                layout = _layout(kept, decided, scaled, batch, size)
+                how, priced = prices.fitted(scaled, scaled.mesh, layout)
+            except GraphparError as error:  # that, or no legal schedule of so many microbatches
+                why_not = str(error) if same_size else why_not
                 continue
-            found.append((priced, partial(prices.priced, plan, mesh, layout, how, exact=True)))
-            if plan is chosen and layout.microbatch_size == chosen.layout.microbatch_size:
-                same = prices.priced(plan, mesh, layout, exact=True)
+            found.append((priced, partial(prices.priced, scaled, scaled.mesh, layout, how, exact=True)))
+            if same_size:
+                same = prices.priced(scaled, scaled.mesh, layout, exact=True)
     if not found:
         raise GraphparError(
             f"none of the {len(kept.plans)} kept plans can have a batch of {batch} on {cluster.size} devices"
-            f"{' with this mesh' if change.mesh else ''}: only microbatches and replicas are changed; compile the model for it."
+            f"{' with this mesh' if change.mesh else ''}: {str(why_not).removesuffix('.')}. Only microbatches and replicas are changed; "
+            "compile the model for it."
         )
     ranked = sorted(
         found,
@@ -261,7 +289,7 @@ def what_if(kept: KeptPlans, change: Change, precision: Precision) -> Answer:
     if first.fits:
         best = same if same is not None and same.fits and _equal(first.estimate, same.estimate) else exactly()
     plans = tuple(priced for priced, _ in ranked)
-    return Answer(cluster, batch, before, same, best, plans, time.perf_counter() - began)
+    return Answer(cluster, batch, before, same, why_not, best, plans, time.perf_counter() - began)
 
 
 def _equal(first: Estimate, second: Estimate) -> bool:
@@ -269,24 +297,59 @@ def _equal(first: Estimate, second: Estimate) -> bool:
     return abs(second.step_time_s - first.step_time_s) <= of_difference(first.spreads_s, second.spreads_s)
 
 
-def _scaled(mesh: Mesh, devices: int) -> Mesh | None:
-    """Return a mesh of ``devices`` by more or fewer replicas; None where there is none."""
-    degrees = mesh.degrees()
+def _scaled(kept: KeptPlans, plan: KeptPlan, devices: int, wanted: Mapping[str, int]) -> KeptPlan:
+    """Return the plan on ``devices`` by more or fewer replicas; where one rank holds all of the state, it is not sharded.
+
+    Raises:
+        GraphparError: there is none, or not of the degrees that are ``wanted``.
+    """
+    mesh, degrees, run = plan.mesh, plan.mesh.degrees(), plan.execution
     axis = "dp_shard" if mesh.dp_shard > 1 else "dp_replicate"
     if devices < mesh.size and mesh.dp_replicate > 1 and mesh.dp_replicate * devices % mesh.size == 0:
         axis = "dp_replicate"
     if degrees[axis] * devices % mesh.size:
-        return None
-    return replace(mesh, **{axis: degrees[axis] * devices // mesh.size})
+        raise GraphparError(
+            f"the plan has the mesh {mesh.text}, of which no number of replicas makes up {devices} devices"
+        )
+    mesh = replace(mesh, **{axis: degrees[axis] * devices // mesh.size})
+    if any(mesh.degrees().get(axis) != degree for axis, degree in wanted.items()):
+        raise GraphparError(f"the plan has the mesh {mesh.text}")
+    if kept.coupled and mesh != plan.mesh:
+        raise GraphparError("replicas compute the batch together, so that another number of them runs another program")
+    if run.zero and mesh.shards == 1 and not run.shards_on_host:
+        run = replace(run, zero=0, reshard="default", units=None, prefetch=False, gathered=1)
+    return replace(plan, mesh=mesh, execution=run)
 
 
-def _layouts(kept: KeptPlans, plan: KeptPlan, mesh: Mesh, batch: int, rows: int | None) -> Iterator[Layout]:
-    """Yield the plan's layout with a number of microbatches that makes up the batch."""
-    own, replicas = plan.layout, mesh.replicas
-    sizes = {rows} if rows is not None else {int(own.microbatch_size * times) for times in SIZES}
-    for size in sorted(sizes if kept.symbolic else {own.microbatch_size} & (sizes if rows else {own.microbatch_size})):
-        if size >= 1 and batch % (replicas * size) == 0:
-            yield replace(own, microbatch_size=size, microbatches=batch // (replicas * size))
+def _sizes(kept: KeptPlans, own: int, rows: int, given: bool) -> list[int]:
+    """Return which rows microbatches may have of the ``rows`` of a replica: ``own``, and if that is not ``given`` half and twice, or where
+    none of them divides these the largest that does."""
+    if given or not kept.symbolic:
+        return [own]
+    able = [size for times in SIZES if (size := int(own * times)) >= 1 and rows % size == 0]
+    return sorted({own, *(able or [max(size for size in range(1, own + 1) if rows % size == 0)])})
+
+
+def _layout(kept: KeptPlans, decided: Plan, plan: KeptPlan, batch: int, size: int) -> Layout:
+    """Return the plan's layout with microbatches of ``size`` rows that make up the batch.
+
+    Raises:
+        GraphparError: there is none, or the plan can't be run so.
+    """
+    run, mesh = plan.execution, plan.mesh
+    given = Decisions(
+        global_batch=batch, microbatch_size=size, zero=run.zero, reshard=run.reshard, units=run.units, offload=run.offload or None,
+        reduce_dtype=decided.reduce_dtype, dp_mean=decided.dp_mean or None,
+    )  # fmt: skip
+    check_decisions(given, mesh, decided.mode)
+    layout = replace(plan.layout, microbatch_size=size, microbatches=batch // (mesh.replicas * size))
+    if not kept.symbolic and (batch != kept.global_batch or size != plan.layout.microbatch_size):
+        raise GraphparError(
+            f"the model was traced for a batch of {kept.global_batch} in microbatches of {plan.layout.microbatch_size} alone"
+        )
+    if not kept.splits and layout.microbatches > 1:
+        raise GraphparError("the batch is computed at once, and can't be split into microbatches")
+    return layout
 
 
 class _Prices:

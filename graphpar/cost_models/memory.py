@@ -107,8 +107,8 @@ class Memory:
             sharded parameters, and gradients that are yet to be reduced to shards.
         inputs: the replica's rows of the inputs that its stages take.
         cache: keys and values of generation, of all groups of sequences that are in flight.
-        boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
-        activations: of the microbatches in flight, at the peak.
+        boundaries: of a message to each stage in both directions, which arrives ahead of time, and the last one on its way.
+        activations: of the microbatches in flight, at the peak, with what stages received of them.
         transient: what the running forward or backward needs on top; for the loss its logits and their gradient. Or what the optimizer's
             step needs, where that is more than activations and this.
         slack: overhead of the allocator: what it reserves beyond what is allocated.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -33,7 +34,7 @@ from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
-from graphpar.cost_models.unit_bytes import UnitBytes
+from graphpar.cost_models.unit_bytes import Most, UnitBytes
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -45,7 +46,13 @@ from graphpar.schedules.action_table import ActionTable, forwards
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
-from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
+from graphpar.schedules.simulation import (
+    Timeline,
+    kept_before_backward,
+    most_in_flight,
+    peak_in_flight,
+    peaks_with_state,
+)
 
 Array = NDArray[np.float64]
 
@@ -65,7 +72,9 @@ class Pricing:
         like: prices of other layouts on the same cluster in the same dtype, whose tables are used on.
 
     Raises:
-        GraphparError: the mesh has more devices than the cluster, or the device no rate for the dtype.
+        GraphparError: the mesh has more devices than the cluster, or a stage devices of two kinds; or the device no rate for the dtype.
+
+    On a cluster of several kinds of devices its own prices are lower bounds, and those of a stage are of :meth:`on` its rank.
     """
 
     def __init__(
@@ -110,6 +119,35 @@ class Pricing:
         self.of_units, self._without_state = self._by_groups[key]
         self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
+        on = cluster.kinds_of_stages(mesh.pp, mesh.size // mesh.pp)
+        if on is None:
+            raise GraphparError(
+                f"Stages of {mesh.size // mesh.pp} ranks have devices of several kinds on {cluster}: take another pp."
+            )
+        self.kinds_of_ranks = on
+        self._kinds: Sequence[Pricing] = (self,)
+        if cluster.groups:
+            self._kinds = [
+                Pricing(
+                    units,
+                    mesh,
+                    each,
+                    execution,
+                    dtype=dtype,
+                    train=train,
+                    like=None if like is None else like._kinds[place],
+                )
+                for place, each in enumerate(cluster.kinds)
+            ]
+
+    def on(self, rank: int) -> Pricing:
+        """Return the prices of the devices of a pp rank."""
+        return self if len(self._kinds) == 1 else self._kinds[self.kinds_of_ranks[rank]]
+
+    @property
+    def rooms(self) -> list[int]:
+        """What each pp rank may take of its device's memory."""
+        return [self.on(rank).cluster.room_bytes for rank in range(self.mesh.pp)]
 
     def with_units(self, units: Sequence[Unit]) -> Pricing:
         """Return the prices of the same program with other recomputation, which its units say."""
@@ -117,6 +155,8 @@ class Pricing:
         other.units, other._stage_prices = tuple(units), {}
         other.bytes = self.bytes.with_units(units)
         other._ends = self._ends.with_bytes(other.bytes)
+        if self.cluster.groups:
+            other._kinds = [each.with_units(units) for each in self._kinds]
         return other
 
     # ---- seconds ----
@@ -244,12 +284,15 @@ class Pricing:
         """
         step = self._step(layout, exact)
         busiest = max(range(self.mesh.pp), key=lambda pp: step.timeline.busy[pp])
+        memory = self._memories(layout, [stage.units for stage in step.staged], step.own, exact)
+        fullest = max(range(self.mesh.pp), key=lambda pp: memory[pp].total - self.rooms[pp])
+        devices = [self.on(pp).cluster for pp in range(self.mesh.pp)]
         compute, sent, exposed, parts = self._parts(layout, step, busiest)
         return Estimate(
             step_time_s=step.seconds,
-            mfu=self.flops(layout) / (step.seconds * self.mesh.size * self.compute.rate(self._itemsize)),
+            mfu=self.flops(layout) / (step.seconds * self._peak),
             bubble_fraction=step.timeline.bubble,
-            memory=self._memories(layout, [stage.units for stage in step.staged], step.own, exact),
+            memory=memory,
             host_memory=self._host_memories(layout, [stage.units for stage in step.staged], step.own, exact),
             compute_s=compute,
             communication_s=sent,
@@ -259,34 +302,51 @@ class Pricing:
             gradients_s=step.summed - step.pipeline,
             optimizer_s=step.after,
             stages=tuple(
-                replace(stage, kept_bytes=self.bytes.kept(*stage.units, layout.microbatch_size)[0])
-                for stage in step.staged
+                replace(stage, kept_bytes=kept, gathered_bytes=gathered, gradient_bytes=gradients)
+                for stage, kept in zip(step.staged, self.kept_by(layout, [stage.units for stage in step.staged]))
+                for gathered, gradients in [self.bytes.whole([stage.units])]
             ),
             conditions=step.conditions,
             closings=step.closings,
             cluster=str(self.cluster),
             optimizer=self.execution.optimizer.name,
             device=self.cluster.device.name,
-            memory_bytes=self.cluster.device.memory_bytes,
-            headroom_bytes=self.cluster.device.memory_bytes - self.cluster.room_bytes,
+            memory_bytes=devices[fullest].device.memory_bytes,
+            headroom_bytes=devices[fullest].device.memory_bytes - devices[fullest].room_bytes,
             host_memory_bytes=self._host_share,
-            figures=figures_of(self.cluster.device),
+            figures="; ".join(dict.fromkeys(figures_of(each.device) for each in self.cluster.kinds)),
+            devices=tuple(each.device.name for each in devices) if self.cluster.groups else (),
+            rooms=tuple(self.rooms) if self.cluster.groups else (),
             blocks=self._blocks(layout),
-            spreads_s=spreads(parts, self._nodes, self.cluster.device == DEVICES["CPU"]),
+            spreads_s=spreads(parts, self._crossed, self.cluster.device == DEVICES["CPU"]),
+            crossed=self._crossed,
             exact=exact or self.mesh.pp == 1 or self._few(layout) is None,
         )
 
     @property
-    def _nodes(self) -> dict[str, int]:
-        """Over how many nodes the ranks of each axis are spread."""
-        crossed = {axis: self.network.group_of_axes(self.mesh, [axis]).nodes for axis in self.mesh.degrees()}
-        return crossed | {"pp": self.network.boundary(self.mesh).nodes}
+    def _crossed(self) -> dict[str, dict[str, int]]:
+        """Over how many nodes, pods and so on the collectives of each axis are spread, of those that leave a node."""
+        groups = {axis: self.network.group_of_axes(self.mesh, [axis]) for axis in self.mesh.degrees()}
+        groups["pp"] = self.network.boundary(self.mesh)
+        return {
+            axis: {level.name: parts for level, (parts, _) in zip(self.cluster.levels, group.crossed)}
+            for axis, group in groups.items()
+            if group.crossed
+        }
+
+    @property
+    def _peak(self) -> float:
+        """The flop/s of all devices at most."""
+        rates = [self.on(rank).compute.rate(self._itemsize) for rank in range(self.mesh.pp)]
+        return self.mesh.size * (sum(rates) / self.mesh.pp)
 
     def _blocks(self, layout: Layout) -> tuple[BlockSeconds, ...]:
         named: dict[tuple[float, float], list[str]] = {}
+        ranks = self._ranks(layout, len(layout.starts))
         for place, unit in enumerate(self.units):
             if len(unit.modules) == 1:
-                found = self.stage_seconds(place, place + 1, layout.microbatch_size, self._runs_apart(layout))
+                pricing = self.on(ranks[bisect_right(layout.starts, place) - 1])
+                found = pricing.stage_seconds(place, place + 1, layout.microbatch_size, self._runs_apart(layout))
                 forward = found.forward - sum(found.forward_exposed.values())
                 backward = found.backward - sum(found.backward_exposed.values())
                 named.setdefault((forward, backward), []).append(*unit.modules)
@@ -300,12 +360,12 @@ class Pricing:
         stages = self.stages_of(layout)
         ranks, own = self._ranks(layout, len(stages)), self.places(layout)
         apart = self._runs_apart(layout)
-        costs = [self.stage_seconds(first, after, layout.microbatch_size, apart) for first, after in stages]
+        costs = [self.on(pp).stage_seconds(*stage, layout.microbatch_size, apart) for pp, stage in zip(ranks, stages)]
         there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
         staged = tuple(
             StageEstimate(
                 place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._ends.elements(stage), there[place], back[place],
-                cost.forward_exposed, cost.backward_exposed, *self._by_table(stage), state_axis=self.mesh.state_axis,
+                cost.forward_exposed, cost.backward_exposed, *self.on(ranks[place])._by_table(stage), state_axis=self.mesh.state_axis,
                 forward_sent_s=cost.forward_sent, backward_sent_s=cost.backward_sent,
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
@@ -313,7 +373,7 @@ class Pricing:
         conditions = self._conditions(layout, costs)
         timeline = self._timeline(layout, staged, costs, conditions, exact)
         closings = tuple(
-            self._ends.of_rank(stages, costs, places, self._windows(layout, costs, pp, exact))
+            self.on(pp)._ends.of_rank(stages, costs, places, self._windows(layout, costs, pp, exact))
             for pp, places in enumerate(own)
         )
         return StepCosts(staged, costs, own, conditions, timeline, closings)
@@ -355,9 +415,9 @@ class Pricing:
 
     @cached_property
     def crowd(self) -> float:
-        """Ranks for each core where they outnumber the cores of a node, else 1."""
+        """Ranks for each core where they outnumber the cores of a host, else 1."""
         cores = self.cluster.device.cores
-        return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
+        return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.host_devices) / cores)
 
     @property
     def _itemsize(self) -> int:
@@ -365,9 +425,9 @@ class Pricing:
 
     @property
     def _host_share(self) -> int | None:
-        """The bytes of a node's host for each of the ranks on it."""
+        """The bytes of a host for each of the ranks on it."""
         cluster = self.cluster
-        share = min(self.mesh.size, cluster.devices_per_node)
+        share = min(self.mesh.size, cluster.host_devices)
         return None if cluster.host_memory_bytes is None else cluster.host_memory_bytes // share
 
     def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
@@ -398,9 +458,11 @@ class Pricing:
         return self._flops[key]
 
     def _ranks(self, layout: Layout, stages: int) -> list[int]:
-        if layout.order is not None:
-            return list(layout.order.homes)
-        return stage_ranks(layout.schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
+        return list(layout.order.homes) if layout.order is not None else self.ranks_of(layout.schedule, stages)
+
+    def ranks_of(self, schedule: str, stages: int) -> list[int]:
+        """Return the pp rank of each of so many stages."""
+        return stage_ranks(schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
 
     def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
         gathers = self.execution.kept_for_step if self._sharded else None
@@ -451,7 +513,8 @@ class Pricing:
             )
             turns = SharedCores(self.mesh.size / self.crowd, self.mesh.size / self.mesh.pp, shares)
         scheduled = self.mesh.pp > 1 or layout.order is not None
-        return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
+        action_s = max(each.device.action_s for each in self.cluster.kinds)
+        return Conditions(waits, action_s if scheduled else 0.0, turns)
 
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
         """Return the most microbatches that each stage keeps at once."""
@@ -497,14 +560,15 @@ class Pricing:
         """Return the seconds of each stage's transfer to the next, and of the gradients back."""
         if self.mesh.pp == 1:
             return [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1)
-        group = self.network.boundary(self.mesh)
+        group, ranks = self.network.boundary(self.mesh), self._ranks(layout, len(stages))
         there: list[float] = []
         back: list[float] = []
-        for _, after in stages[:-1]:
+        for (_, after), ends in zip(stages[:-1], itertools.pairwise(ranks)):
+            networks = [self.on(rank).network for rank in ends]  # the slower of the two links counts
             sends = self.units[after - 1].kind.sends
             for costs, flags in ((there, (True, False)), (back, (True,))):
                 nbytes = sum(size.at(layout.microbatch_size) for size, gradient in sends if gradient in flags)
-                costs.append(self.network.seconds("send", nbytes, group) if nbytes else 0.0)
+                costs.append(max(each.seconds("send", nbytes, group) for each in networks) if nbytes else 0.0)
         return there, back
 
     def _windows(
@@ -522,7 +586,7 @@ class Pricing:
     def totals(self, layout: Layout) -> list[int]:
         """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step."""
         stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
-        own, peaks = self.places(layout), self._activations(layout, stages, exact=False)
+        own, peaks = self.places(layout), self._most(layout, stages, exact=False)
         return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
 
     def places(self, layout: Layout) -> list[list[int]]:
@@ -537,7 +601,7 @@ class Pricing:
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
     ) -> tuple[Memory, ...]:
         rows, count = layout.microbatch_size, layout.microbatches
-        peaks = self._activations(layout, stages, exact)
+        peaks = self._most(layout, stages, exact)
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
     def _host_memories(
@@ -552,10 +616,31 @@ class Pricing:
         peaks = self._most_kept(layout, moved, exact)
         return tuple(replace(self.bytes.on_host(own), activations=peak) for own, peak in zip(held, peaks))
 
-    def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
-        """Return the most bytes of activations that each pp rank keeps at once."""
-        saved = [self.bytes.kept(first, after, layout.microbatch_size)[0] for first, after in stages]
-        return self._most_kept(layout, saved, exact)
+    def _most(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[Most]:
+        """Return the most bytes that each pp rank has of what comes and goes."""
+        saved = self.kept_by(layout, stages)
+        gathered, gradients = zip(*(self.bytes.whole([stage]) for stage in stages))
+        whole = sum(gathered + gradients)
+        if not whole or (self.mesh.pp == 1 and layout.order is None):
+            return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
+
+        def peaks(microbatches: int) -> list[int]:
+            order = self._ordered(layout, len(saved), microbatches)
+            return list(itertools.chain(*peaks_with_state(order, saved, gathered, gradients)))
+
+        found = list(map(int, self._peaks(layout, peaks, exact=exact)))
+        return list(map(Most, found[::2], found[1::2]))
+
+    def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""
+        rows, ranks = layout.microbatch_size, self._ranks(layout, len(stages))
+        received = self.train and self.mesh.pp > 1
+        return [
+            self.bytes.in_flight(*stage, rows)
+            if received and place and ranks[place] != ranks[place - 1]
+            else self.bytes.kept(*stage, rows)[0]
+            for place, stage in enumerate(stages)
+        ]
 
     def _most_kept(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
         """Return the most bytes that each pp rank keeps at once, of so many of a microbatch of each stage."""

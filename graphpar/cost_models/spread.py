@@ -9,7 +9,7 @@ rounded from a fit to published runs, of which two thirds are within their sprea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 COMPUTED = ("compute", "host", "turns", "bubble")
 """Parts of a step that follow from what devices compute."""
@@ -21,18 +21,18 @@ ELSEWHERE = 0.5
 """The same for a step on a CPU whose figures are those of another machine: ``graphpar calibrate`` measures one's own."""
 
 
-def spreads(parts_s: Mapping[str, float], nodes: Mapping[str, int], elsewhere: bool = False) -> dict[str, float]:
+def spreads(parts_s: Mapping[str, float], crossed: Collection[str], elsewhere: bool = False) -> dict[str, float]:
     """Return by how many seconds each part of a step may be off.
 
     Args:
         parts_s: in seconds, as in :class:`~graphpar.cost_models.estimates.Estimate`.
-        nodes: over how many nodes the ranks of an axis are spread.
+        crossed: the axes whose ranks are on several nodes.
         elsewhere: whether the figures are those of another machine.
     """
     found = {"compute": SHARES["compute"] * math.fsum(parts_s.get(part, 0.0) for part in COMPUTED)}
     for part, seconds in parts_s.items():
         if part not in COMPUTED and seconds:
-            known = SHARES.get(part, BETWEEN if nodes.get(part, 1) > 1 else INSIDE)
+            known = SHARES.get(part, BETWEEN if part in crossed else INSIDE)
             found[part] = known * seconds
     if elsewhere:
         found["figures"] = ELSEWHERE * math.fsum(parts_s.values())

@@ -43,7 +43,7 @@ class StepEnds:
 
     Args:
         bytes: those of the units, under their ``execution``.
-        crowd: ranks for each core where they outnumber the cores of a node, else 1.
+        crowd: ranks for each core where they outnumber the cores of a host, else 1.
     """
 
     def __init__(

@@ -30,12 +30,20 @@ from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
 Array = NDArray[np.float64]
 
 
+class Most(NamedTuple):
+    """The bytes of activations that a rank keeps, and of whole parameters and gradients of sharded state, where their sum is the most."""
+
+    activations: int
+    whole: int = 0
+
+
 class _Constant(NamedTuple):
-    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, the cache of a microbatch, what the
-    optimizer's step needs, and gradients, see ``_gradients``."""
+    """What does not depend on the batch of a rank's memory, its total, buckets, the inputs that the rank takes, the cache of a microbatch,
+    what the optimizer's step needs, and gradients, see ``_gradients``."""
 
     memory: Memory
     total: int
+    buckets: int
     inputs: tuple[Bytes, ...]
     cache: int
     stepping: int
@@ -51,7 +59,7 @@ class UnitBytes:
         if self.units not in self._all_runs:
             self._all_runs[self.units] = _equal_runs(self.units)
         self._runs = self._all_runs[self.units]
-        self._averages: dict[int, tuple[int, int, int]] = {}
+        self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
@@ -114,7 +122,7 @@ class UnitBytes:
         return self._runs.numbers
 
     def memory(
-        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
     ) -> Memory:
         """Return the memory of a rank at its peak.
 
@@ -122,34 +130,34 @@ class UnitBytes:
             stages: (first unit, the one after the last) of each stage of the program.
             own: the numbers of the rank's stages.
             rows, microbatches: the size of a microbatch, and how many a step has.
-            activations: the most bytes of activations that the rank keeps at once.
+            most: what comes and goes as the schedule says.
         """
         constant = self._constant(stages, own).memory
-        return replace(constant, **self._varying(stages, own, rows, microbatches, activations))
+        return replace(constant, **self._varying(stages, own, rows, microbatches, most))
 
     def total(
-        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
     ) -> int:
         """Return the bytes of :meth:`memory` together."""
-        varying = self._varying(stages, own, rows, microbatches, activations)
+        varying = self._varying(stages, own, rows, microbatches, most)
         return self._constant(stages, own).total + sum(varying.values())
 
     def _varying(
-        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
     ) -> dict[str, int]:
         """Return what depends on the batch of a rank's memory."""
-        run, costs = self.execution, [self.kept(*stages[place], rows) for place in own]
+        costs, (activations, whole) = [self.kept(*stages[place], rows) for place in own], most
         transient = max(max(cost[1:3]) for cost in costs)
         boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
         boundaries += sum(self._returned(stages[place][1], rows) for place in own)
-        boundaries *= microbatches if run.hold_messages else 1
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         constant = self._constant(stages, own)
         one, several, last = constant.gradients
         gradients = one if microbatches == 1 else several
-        transient = max(transient, constant.stepping - activations, last - gradients - activations)
+        transient = max(transient, constant.stepping - activations - whole, last - gradients - activations)
+        buckets = constant.buckets + whole
         return {
             "gradients": gradients,
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
@@ -157,7 +165,8 @@ class UnitBytes:
             "boundaries": boundaries,
             "activations": activations,
             "transient": transient,
-            "slack": round(ALLOCATOR_SLACK * (activations + transient + constant.memory.buckets)),
+            "buckets": buckets,
+            "slack": round(ALLOCATOR_SLACK * (activations + transient + buckets)),
         }
 
     def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
@@ -168,16 +177,14 @@ class UnitBytes:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
             held = self.held(mine)
             elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
-            buckets = self._buckets(held, elsewhere) + self._whole(held)
+            buckets = self._buckets(held, elsewhere)
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
                 buckets += max(map(self._while_gathered, together), default=0)
                 buckets += run.gathered_bytes(part for part in held if part.rest)
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
-            memory = replace(
-                self.state(held, 0), buffers=sum(buffers.values()), buckets=buckets, communicators=self.communicators
-            )
+            memory = replace(self.state(held, 0), buffers=sum(buffers.values()), communicators=self.communicators)
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
@@ -185,6 +192,7 @@ class UnitBytes:
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
+                buckets,
                 tuple(inputs.values()),
                 sum(unit.cache for unit in units),
                 stepping,
@@ -194,9 +202,11 @@ class UnitBytes:
 
     @property
     def _gathered_for_step(self) -> bool:
-        """Whether ranks keep what they gathered of sharded parameters for a whole step."""
+        """Whether ranks keep what they gathered of sharded parameters for a whole step. At level 2 they do, and where that is in the
+        dtype in which parameters are stored, these count as whole."""
         run = self.execution
-        return run.zero == 3 and (run.reshard == "never" or (self.mesh.pp > 1 and run.kept_for_step))
+        kept = run.reshard == "never" or (self.mesh.pp > 1 and run.kept_for_step)
+        return (run.zero == 3 and kept) or (run.zero == 2 and run.gather_bytes is not None)
 
     def _while_gathered(self, parts: Sequence[Held]) -> int:
         """Return the bytes that a unit takes while units are gathered: what is gathered, and its shard that came from the host."""
@@ -204,11 +214,12 @@ class UnitBytes:
         came = run.divided(sum(part.elements * part.itemsize for part in parts), 2) if run.shards_on_host else 0
         return run.gathered * run.gathered_bytes(parts) + came
 
-    def _whole(self, held: Sequence[Held]) -> int:
-        """Return the bytes of whole gradients and parameters beside their shards, for a whole step."""
-        run = self.execution
-        gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0  # until they are reduced
-        return gradients + (run.gathered_bytes(held) if self._gathered_for_step else 0)
+    def whole(self, stages: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the bytes of parameters and gradients of stages beside their shards: those from the first action of a stage to its last,
+        these from its first backward until they are reduced."""
+        run, held = self.execution, self.held(stages)
+        gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0
+        return (run.gathered_bytes(held) if self._gathered_for_step else 0), gradients
 
     def _gradients(self, units: Sequence[Unit], held: Sequence[Held]) -> tuple[int, int, int]:
         """Return the bytes of a rank's gradients, where a step has one microbatch, where it has more, and when the last are summed.
@@ -231,11 +242,13 @@ class UnitBytes:
         run = self.execution
         return 0 if run.shards_on_host else run.divided(self.gradient_sizes(held), level)
 
-    def _fixed(self, held: Sequence[Held]) -> int:
-        """Return the least bytes of state, and those of :meth:`_whole` with the allocator's overhead."""
-        level = 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2  # see _gradients
-        gradients = self._shards_of_gradients(held, level)
-        return self.state(held, gradients).total + round((1 + ALLOCATOR_SLACK) * self._whole(held))
+    def _fixed(self, first: int, after: int, alone: bool = True) -> int:
+        """Return the least bytes of the state of units, and those of :meth:`whole` with the allocator's overhead where they are ``alone``
+        on their rank, which has all at one time."""
+        level, held = 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2, self.held([(first, after)])
+        gradients = self._shards_of_gradients(held, level)  # see _gradients
+        whole = sum(self.whole([(first, after)])) if alone else 0
+        return self.state(held, gradients).total + round((1 + ALLOCATOR_SLACK) * whole)
 
     @cached_property
     def _ties(self) -> list[tuple[int, str]]:
@@ -266,7 +279,9 @@ class UnitBytes:
         )
         away = run.shards_on_host  # what ZeRO-2 gathers is whole from the first microbatch to the last
         return Memory(
-            parameters=0 if away and run.zero == 3 else run.divided(self.parameter_sizes(parts), 3),
+            parameters=0
+            if away and run.zero == 3
+            else run.divided(self.parameter_sizes(parts), 3 if run.gather_bytes is None else 2),
             copies=self.copied(parts),
             gradients=gradients,
             main_copies=0 if away else run.divided(main, 1),
@@ -323,27 +338,33 @@ class UnitBytes:
     def _counted_twice(self) -> int:
         """The bytes that :meth:`fixed_runs` counts for each of several units of one stage, though it has them once."""
         buffers = {name: nbytes for unit in self.units for name, nbytes in unit.buffers.items()}
-        each = sum(self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units)
-        return each - self._fixed(self.held([(0, len(self.units))])) - sum(buffers.values())
+        each = sum(self._fixed(place, place + 1) + sum(unit.buffers.values()) for place, unit in enumerate(self.units))
+        return each - self._fixed(0, len(self.units)) - sum(buffers.values())
 
-    def average(self, rows: int, microbatches: int, alive: float) -> float:
-        """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin."""
-        state, kept, message = self.least(rows)
-        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
-        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
+    def average(self, rows: int, alive: float, alone: bool) -> float:
+        """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin; ``alone``: a
+        rank has one."""
+        state, kept = self.least(rows, alone)
+        return (state + alive * kept) / self.mesh.pp
 
-    def least(self, rows: int) -> tuple[int, int, int]:
-        """Return lower bounds of what all stages hold together, wherever they begin: state, what a microbatch keeps, and a message."""
-        if rows not in self._averages:
-            state = self._fixed(self.held([(0, len(self.units))]))
-            messages = [unit.sent for unit in self.joined(rows).at[:-1]]
-            self._averages[rows] = state, self.kept(0, len(self.units), rows)[0], min(messages, default=0)
-        return self._averages[rows]
+    def least(self, rows: int, alone: bool) -> tuple[int, int]:
+        """Return lower bounds of what all stages hold together, wherever they begin: state, and what a microbatch keeps."""
+        key = rows, alone
+        if key not in self._averages:
+            kept = self.kept(0, len(self.units), rows)[0]
+            if self.execution.hold_messages:
+                received = [unit.received for unit in self.joined(rows).at[1:]]
+                kept += (self.mesh.pp - 1) * min(received, default=0)
+            self._averages[key] = self._fixed(0, len(self.units), alone), kept
+        return self._averages[key]
 
     def fixed_runs(self) -> Array:
         """Return a table [first, after] of the bytes of parameters, state and buffers of every run of units."""
         fixed = run_sums(
-            np.array([self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units], dtype=float)
+            np.array(
+                [self._fixed(place, place + 1) + sum(unit.buffers.values()) for place, unit in enumerate(self.units)],
+                dtype=float,
+            )
         )
         if self.execution.zero == 3 and not self._gathered_for_step:
             parts = [[part for part in unit.held if not part.rest] for unit in self.units]
@@ -361,6 +382,11 @@ class UnitBytes:
         if rows not in self._joined:
             self._joined[rows] = JoinedUnits(self.units, rows)
         return self._joined[rows]
+
+    def in_flight(self, first: int, after: int, rows: int) -> int:
+        """Return the bytes that a stage has of each microbatch in flight: what it keeps, and what it received from another rank."""
+        kept, _, _, received = self.kept(first, after, rows)
+        return kept + (received if first and self.execution.hold_messages else 0)
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
         """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""
@@ -383,7 +409,7 @@ class RunBytes:
     Attributes:
         kept: by each microbatch in flight.
         transient: needed on top by the running one.
-        message: buffers for the messages of one microbatch.
+        message: buffers for messages.
         own: of each unit, what it adds to ``kept``.
     """
 
@@ -394,7 +420,7 @@ class RunBytes:
 
     @staticmethod
     def of(units: Sequence[Unit], rows: int) -> RunBytes:
-        """Return the tables for microbatches of ``rows``."""
+        """Return the tables for microbatches of ``rows``, of whose messages a buffer is there as long as what is kept."""
         joined = JoinedUnits(units, rows)
         column = dict(zip(joined.at[0]._fields, np.array(joined.at, dtype=float).T))
         between = np.array([*joined.between, 0.0])
@@ -404,7 +430,7 @@ class RunBytes:
         sent = np.append(0.0, column["sent"])
         inside, shared = run_sums(column["inside"]), run_largest(column["shared"])
         return RunBytes(
-            kept=inside + run_sums(between, last=False) + shared + sent[None, :],
+            kept=inside + run_sums(between, last=False) + shared + sent[None, :] + received[:, None],
             transient=run_largest(np.maximum(column["forward"], column["backward"])),
             message=received[:, None] + np.array(returned, dtype=float)[None, :],
             own=np.asarray(column["inside"] + between),

@@ -1,27 +1,30 @@
-"""``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
+"""``Cluster``: the hardware that a plan is for: equal devices in nodes, nodes in pods, these in larger pods, with a link at each level.
 
     "2x8xH100-SXM-80GB" or a file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
 
-Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that
-of one device: between nodes, the adapters of a node divided by its devices.
+Ranks fill the nodes in order, and nodes the pods, so the inner axes of a mesh stay inside a node, and then a pod, where they fit. A link's
+bandwidth is that of one device: between nodes, the adapters of a node divided by its devices; between pods, its share of what leaves a pod.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import re
 import tomllib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware import this_machine
 from graphpar.hardware.devices import DEVICES, Device, Link, check_number, device_named
+from graphpar.hardware.mixed_devices import best_device, best_link
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
 _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
@@ -31,15 +34,46 @@ _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
 HEADROOM = 0.05
 """The share of a GPU's memory that plans leave free: by about as much predictions of published runs' memory are off (docs/planning.md)."""
-_Record = TypeVar("_Record", Device, Link)
+_Record = TypeVar("_Record", Device, Link, "Pod")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """``nodes`` that the link one level further in connects, and the ``link`` of their devices to those of other pods.
+
+    ``rails``: each switch inside connects the devices of one place in their nodes; those of different places meet outside only.
+    """
+
+    nodes: int
+    link: Link
+    rails: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("nodes", self.nodes, whole=True)
+        if not isinstance(self.rails, bool):
+            raise GraphparError(f"rails is {self.rails!r}; it must be true or false.")
+
+
+class Level(NamedTuple):
+    """Parts of a cluster of ``devices`` each, their name, and the link between them; ``rails``: as of a pod."""
+
+    name: str
+    devices: int
+    link: Link
+    rails: bool = False
 
 
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them.
 
-    ``host_memory_bytes``: what the host of a node has for what its devices offload; None: not known. ``headroom``: the share of a device's
-    memory that plans leave free; None: nothing is said, and a request takes what is usual.
+    Attributes:
+        host_memory_bytes: what a host has for what its devices offload; None: not known.
+        headroom: the share of a device's memory that plans leave free; None: nothing is said, and a request takes what is usual.
+        pods: from the inside out; nodes that are in none are all connected by ``inter_node``.
+        devices_per_host: how many devices of a node one host runs; None: as many as is usual for the device.
+        groups: of devices of several kinds, in the order of ranks. Then other figures are the best of each, which bound what groups do:
+            what they are priced with is in ``kinds``.
     """
 
     nodes: int
@@ -49,6 +83,9 @@ class Cluster:
     inter_node: Link
     host_memory_bytes: int | None = None
     headroom: float | None = None
+    pods: tuple[Pod, ...] = ()
+    devices_per_host: int | None = None
+    groups: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, whole=True)
@@ -59,6 +96,19 @@ class Cluster:
             check_number("headroom", self.headroom, zero=True)
             if self.headroom >= 1:
                 raise GraphparError(f"headroom is {self.headroom}; it must be below 1.")
+        for inner, outer in itertools.pairwise(self.pods):
+            if outer.nodes % inner.nodes or outer.nodes == inner.nodes:
+                raise GraphparError(
+                    f"pods of {outer.nodes} nodes don't consist of pods of {inner.nodes}; list them from the inside out."
+                )
+            if outer.rails:
+                raise GraphparError("rails are of the innermost pods alone.")
+        if self.devices_per_host is not None:
+            check_number("devices_per_host", self.devices_per_host, whole=True)
+            if self.devices_per_node > self.devices_per_host and self.devices_per_node % self.devices_per_host:
+                raise GraphparError(
+                    f"devices_per_host is {self.devices_per_host}, which does not divide devices_per_node, {self.devices_per_node}."
+                )
 
     def with_headroom(self, share: float | None = None) -> Cluster:
         """Return it with what plans leave free: ``share``, else its own, else :data:`HEADROOM` of GPUs."""
@@ -75,13 +125,46 @@ class Cluster:
         """The number of devices."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The cluster as it would be of the devices of each group alone."""
+        if not self.groups:
+            return (self,)
+        links = [
+            {name: getattr(each, name) for name in ("device", *_LINKS, "host_memory_bytes")} for each in self.groups
+        ]
+        return tuple(replace(self, **given, groups=()) for given in links)
+
+    def kinds_of_stages(self, stages: int, ranks: int) -> tuple[int, ...] | None:
+        """Return of which of ``kinds`` the devices of each of so many stages of ``ranks`` are; None where some stage has two."""
+        ends = list(itertools.accumulate(each.size for each in self.groups or (self,)))
+        places = [
+            (bisect_right(ends, stage * ranks), bisect_right(ends, (stage + 1) * ranks - 1)) for stage in range(stages)
+        ]
+        return tuple(first for first, _ in places) if all(first == last for first, last in places) else None
+
+    @property
+    def host_devices(self) -> int:
+        """How many devices share a host: its memory, its cores, and what starts their ranks."""
+        usual = self.devices_per_host or self.device.devices_per_host or self.devices_per_node
+        return min(usual, self.devices_per_node)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The parts that collectives leave, from the inside out: nodes, and the pods around them."""
+        found = [Level("nodes", self.devices_per_node, self.inter_node)]
+        for pod in self.pods:
+            name = f"pods of {pod.nodes}" if len(found) > 1 else "leaf switches" if pod.rails else "pods"
+            found.append(Level(name, pod.nodes * self.devices_per_node, pod.link, pod.rails))
+        return tuple(found)
+
     @staticmethod
     def parse(source: str | Path) -> Cluster:
         """Read ``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file: TOML, or
         a profile.
 
         More devices than a node usually has are full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node with
-        four of the file's devices, ``2x4xcluster.toml`` two such nodes.
+        four of the file's devices, ``2x4xcluster.toml`` two such nodes. ``8xH100+16xA100`` has groups of two kinds.
 
         Raises:
             GraphparError: the text or the file describes no cluster; the message names the field.
@@ -89,6 +172,8 @@ class Cluster:
         file = Path(source)
         if isinstance(source, Path) or file.is_file():
             return _from_file(file)
+        if "+" in source:
+            return Cluster.mixed([Cluster.parse(part.strip()) for part in source.split("+")])
         if named := _FILE.fullmatch(source.strip()):
             counts = [int(named[place]) for place in ("first", "second") if named[place]]
             return _from_file(Path(named["file"]), counts)
@@ -109,8 +194,33 @@ class Cluster:
 
     @staticmethod
     def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
-        """Make a cluster of ``device`` with its usual links."""
+        """Make a cluster of ``device`` with its usual links, and no pods."""
         return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
+
+    @staticmethod
+    def mixed(groups: Sequence[Cluster]) -> Cluster:
+        """Make a cluster of groups of devices of several kinds, in the order of ranks.
+
+        Raises:
+            GraphparError: their nodes have different numbers of devices, or they are GPUs and CPUs.
+        """
+        per_node = {each.devices_per_node for each in groups}
+        if len(groups) < 2 or any(each.groups or each.pods or each.devices_per_host for each in groups):
+            raise GraphparError("groups are two or more, without groups, pods or hosts of their own.")
+        if len(per_node) > 1:
+            raise GraphparError(
+                f"nodes of all groups must have as many devices; they have {', '.join(map(str, sorted(per_node)))}."
+            )
+        hosts = [each.host_memory_bytes for each in groups]
+        return Cluster(
+            sum(each.nodes for each in groups),
+            per_node.pop(),
+            best_device([each.device for each in groups]),
+            best_link([each.intra_node for each in groups]),
+            best_link([each.inter_node for each in groups]),
+            min((each for each in hosts if each is not None), default=None),
+            groups=tuple(groups),
+        )
 
     def grown(self, times: int) -> Cluster:
         """Multiply the number of devices: full nodes first, where the device has a usual number, then more nodes."""
@@ -137,14 +247,20 @@ class Cluster:
 
     def __str__(self) -> str:
         """Write it as :meth:`parse` reads it, for a known device with its usual links."""
+        if self.groups:
+            return "+".join(map(str, self.groups))
         count = f"{self.devices_per_node}x" if self.size > 1 else ""
         usual = self.device.devices_per_node
         explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
         return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
 
     def __repr__(self) -> str:
+        if self.groups:
+            return f"Cluster({str(self)!r})"
         known = DEVICES.get(self.device.name)
-        usual = known == self.device and (known.intra_node, known.inter_node) == (self.intra_node, self.inter_node)
+        usual = known == self.device and self == replace(
+            Cluster.of(known, self.nodes, self.devices_per_node), headroom=self.headroom
+        )
         return f"Cluster({str(self)!r}{'' if usual else ', with its own figures'})"
 
     # ---- as data ----
@@ -158,6 +274,9 @@ class Cluster:
                 del device[name]
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
         free = {} if self.headroom is None else {"headroom": self.headroom}
+        if self.groups:
+            return {"groups": [each.to_json() for each in self.groups], **free}
+        pods = [{"nodes": pod.nodes, "rails": pod.rails} | _figures(pod.link) for pod in self.pods]
         return {
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
@@ -165,6 +284,8 @@ class Cluster:
             **links,
             **host,
             **free,
+            **({"pods": pods} if pods else {}),
+            **({} if self.devices_per_host is None else {"devices_per_host": self.devices_per_host}),
         }
 
     @staticmethod
@@ -172,17 +293,26 @@ class Cluster:
         """Read what :meth:`to_json` returns; also the content of a TOML file.
 
         ``device`` may be a name. Links that are left out are the device's, and the other way round for a device with its own
-        figures; a cluster of one node needs no ``inter_node``.
+        figures; a cluster of one node needs no ``inter_node``. Figures of a pod that are left out are those of the link inside it.
 
         Raises:
             GraphparError: a field is missing, unknown or out of range; the message names it.
         """
+        if "groups" in data:
+            _check_fields(data, {"groups", "headroom"}, {"groups"})
+            if not isinstance(data["groups"], list) or not all(isinstance(each, Mapping) for each in data["groups"]):
+                raise GraphparError(
+                    "groups must be a list of tables with nodes, devices_per_node and device, in the order of ranks."
+                )
+            return replace(Cluster.mixed(list(map(Cluster.from_json, data["groups"]))), headroom=data.get("headroom"))
         _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         host = _whole(data.get("host_memory_bytes"))
-        free = data.get("headroom")
-        return Cluster(data["nodes"], data["devices_per_node"], device, **links, host_memory_bytes=host, headroom=free)
+        return Cluster(
+            data["nodes"], data["devices_per_node"], device, links["intra_node"], links["inter_node"], host, data.get("headroom"),
+            _pods(data.get("pods", []), links["inter_node"]), data.get("devices_per_host"),
+        )  # fmt: skip
 
 
 def _otherwise(text: str) -> str | None:
@@ -265,6 +395,23 @@ def _device(data: Mapping[str, Any]) -> Device:
         if link is not None:
             figures[name] = _link(link, f"device.{name}" if name in given else name)
     return _record(Device, figures, "device")
+
+
+def _pods(data: Any, inside: Link) -> tuple[Pod, ...]:
+    """Return the pods of a file, whose figures are those of a link and of a :class:`Pod`; ``inside``: the link between nodes."""
+    if not isinstance(data, list) or not all(isinstance(each, Mapping) for each in data):
+        raise GraphparError(
+            f"pods is {data!r}; it must be a list of tables with nodes and bytes_per_s, the innermost first."
+        )
+    found: list[Pod] = []
+    for number, given in enumerate(data):
+        where, figures = f"pods[{number}]", dict(given)
+        if "nodes" not in given:
+            raise GraphparError(f"{where}: the field 'nodes' is missing.")
+        own = {name: figures.pop(name) for name in ("nodes", "rails") if name in given}
+        inside = _link(figures, where, inside)
+        found.append(_record(Pod, own | {"link": inside}, where))
+    return tuple(found)
 
 
 def _whole(value: Any) -> Any:

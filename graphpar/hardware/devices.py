@@ -78,6 +78,11 @@ class Link:
         if self.send_latency_s is not None:
             check_number("send_latency_s", self.send_latency_s, zero=True)
 
+    def times(self, factor: float) -> Link:
+        """Return the link with ``factor`` times the bandwidth."""
+        pair = None if self.pair_bytes_per_s is None else self.pair_bytes_per_s * factor
+        return replace(self, bytes_per_s=self.bytes_per_s * factor, pair_bytes_per_s=pair)
+
     def among(self, devices: int) -> Link:
         """Return the link for a group of ``devices``: without a switch, the group can't use wires to other devices."""
         if self.pair_bytes_per_s is None:
@@ -111,6 +116,7 @@ class Device:
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
         devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
+        devices_per_host: how many of them one host runs; None: all.
         hooks_s: seconds of the host for each operator of a block that runs again: of the hooks of ``torch.utils.checkpoint``.
         policy_s: seconds of the host for each operator of a block that keeps some results, in its forward and again: each passes
             through Python, which asks whether its result is kept.
@@ -147,6 +153,7 @@ class Device:
     cores: int | None = None
     fresh_bytes_per_s: float | None = None
     communicator_bytes: int | None = None
+    devices_per_host: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -188,9 +195,9 @@ class Device:
         shares |= {f"attention_efficiency[{place}]": share for place, share in enumerate(self.attention_efficiency)}
         for name, share in shares.items():
             check_share(name, share)
-        for name, count in (("devices_per_node", self.devices_per_node), ("cores", self.cores)):
-            if count is not None:
-                check_number(name, count, whole=True)
+        for name in ("devices_per_node", "devices_per_host", "cores"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), whole=True)
         if self.communicator_bytes is None:
             object.__setattr__(self, "communicator_bytes", COMMUNICATOR_BYTES if self.kind == "cuda" else 0)
         check_number("communicator_bytes", self.communicator_bytes, whole=True, zero=True)
@@ -304,6 +311,7 @@ def _gpu(
     pair: float | None = None,
     per_node: int = 8,
     power: float = 1.0,
+    per_host: int | None = None,
 ) -> Device:
     """Make a row from 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes.
 
@@ -337,6 +345,7 @@ def _gpu(
         dispatch_s=_GPU_DISPATCH,
         hooks_s=_HOOKS,
         policy_s=_POLICY,
+        devices_per_host=per_host,
         sources={
             "efficiency": _MEASURED if efficiency else reached.source,
             "latency": _LATENCIES,
@@ -362,7 +371,7 @@ _SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
 _NVL72_SOURCES = {
     **_SPEC_SOURCES,
     "flops": _BLACKWELL_SOURCE,
-    "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+    "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node, whose hosts have 4 each",
 }
 _VOLTA_SOURCES = {
     "flops": f"fp16: bigscience experiments/gpt2.md; fp32: {_VENDOR}",
@@ -433,6 +442,7 @@ _ROWS = (
         "GB200-NVL72", _BLACKWELL_NVL72, usable(186), 8.0, 900, 50,
         _NVL72_SOURCES,
         per_node=72,
+        per_host=4,
     ),
     _gpu(
         "GB300-NVL72", _BLACKWELL_NVL72, usable(288, 10**9), 8.0, 900, 100,
@@ -442,6 +452,7 @@ _ROWS = (
             "efficiency": f"{_BLACKWELL.source}; and {_CAPPED}",
         },
         per_node=72,
+        per_host=4,
         power=1400 / 1200,  # of GB300 and GB200, vendor's data sheets, from memory
     ),
     _gpu(

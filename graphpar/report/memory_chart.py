@@ -17,7 +17,7 @@ from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import StageEstimate
 from graphpar.report.charts import WHOLE, WIDTH, left_of, legend, zoomed
 from graphpar.report.memory_table import MOMENTS
-from graphpar.schedules.action_table import parse_table
+from graphpar.schedules.action_table import Action, parse_table
 from graphpar.schedules.simulation import Segment, Span, Timeline, in_flight
 from graphpar.text import bytes_text
 
@@ -82,8 +82,25 @@ def memory_over_time(data: Mapping[str, Any], timeline: Timeline) -> list[Levels
     stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
     kept = in_flight(parse_table("\n".join(data["actions"])), [stage.kept_bytes for stage in stages])
     closing = timeline.closing or ((),) * len(timeline.spans)
-    rows = zip(timeline.spans, closing, predicted["memory"], (each.after for each in kept))
+    whole = [_whole([span.action for span in spans], stages) for spans in timeline.spans]
+    rows = zip(timeline.spans, closing, predicted["memory"], (each.after for each in kept), whole)
     return [_of_rank(*row, data["mode"] == "train", timeline.length) for row in rows]
+
+
+def _whole(actions: Sequence[Action], stages: Sequence[StageEstimate]) -> list[tuple[int, int]]:
+    """Return for each of a rank's actions the bytes of sharded state that are whole: while it runs, and after it."""
+    last = {action.stage: place for place, action in enumerate(actions)}
+    gathered, summing, found = dict[int, int](), dict[int, int](), list[tuple[int, int]]()
+    for place, action in enumerate(actions):
+        gathered[action.stage] = stages[action.stage].gathered_bytes
+        if action.kind in ("B", "I", "W"):
+            summing[action.stage] = stages[action.stage].gradient_bytes
+        running = sum(gathered.values()) + sum(summing.values())
+        if last[action.stage] == place:
+            del gathered[action.stage]
+            summing.pop(action.stage, None)
+        found.append((running, sum(gathered.values()) + sum(summing.values())))
+    return found
 
 
 def _of_rank(
@@ -91,28 +108,31 @@ def _of_rank(
     closing: Sequence[Segment],
     parts: Mapping[str, int],
     after: Sequence[float],
+    whole: Sequence[tuple[int, int]],
     trains: bool,
     length: float,
 ) -> Levels:
-    """Return the levels of a rank, which keeps ``after`` each of its ``spans`` so many bytes of activations."""
+    """Return the levels of a rank, which keeps ``after`` each of its ``spans`` so many bytes of activations, and has ``whole`` state."""
     peak = Memory(**parts)
     moving = peak.activations + peak.transient + peak.buckets
     overhead = peak.slack / moving if moving else 0.0
     begun = not trains
+    highest = max((held + most for held, (most, _) in zip([0, *after], whole)), default=0)
+    buckets = peak.buckets - max(0.0, highest - peak.activations)  # those that are there all the time
 
-    def level(start: float, activations: float, transient: float) -> Level:
-        slack = overhead * (activations + transient + peak.buckets)
-        shown = {"activations": activations, "transient": transient, "slack": slack}
+    def level(start: float, activations: float, transient: float, whole: float) -> Level:
+        slack = overhead * (activations + transient + buckets + whole)
+        shown = {"activations": activations, "transient": transient, "slack": slack, "buckets": buckets + whole}
         return _level(start, vars(peak) | ({} if begun else {"gradients": 0}) | shown)
 
-    levels, before = [level(0.0, 0.0, 0.0)], 0.0
-    for span, held in zip(spans, after):
+    levels, before = [level(0.0, 0.0, 0.0, 0.0)], 0.0
+    for span, held, (running, ended) in zip(spans, after, whole):
         now = held if trains else peak.activations
         begun = begun or span.action.kind in ("B", "I", "W")
         if span.end > span.start:
-            levels.append(level(span.start, max(before, now), peak.transient))
+            levels.append(level(span.start, max(before, now), peak.transient, running))
         before = now if trains else 0.0
-        levels.append(level(span.end, before, 0.0))
+        levels.append(level(span.end, before, 0.0, ended))
     for segment in closing:
         if segment.kind == "optimizer":
             levels.append(_level(segment.start, vars(MOMENTS["after the backward"](peak))))

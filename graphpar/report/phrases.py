@@ -5,6 +5,7 @@ predicted, search, sharding, recomputation, offload of a report ──► text
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -89,9 +90,11 @@ def peak_text(predicted: Mapping[str, Any]) -> str:
     """Write ``71.3 GiB of 77.6 GiB (stage 0, 66.2 GiB allocated, 68.3 GiB reserved, the rest NCCL's; 6.3 GiB free)``;
     without NCCL what is said first is what the allocator reserves."""
     peaks = predicted["peak_memory_bytes"]
-    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    rooms = predicted.get("rooms") or [0] * len(peaks)
+    rank = max(range(len(peaks)), key=lambda each: peaks[each] - rooms[each])
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
     where = [f"stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}"] if len(predicted["stages"]) > 1 else []
+    where += [f"on {predicted['devices'][rank]}"] if "devices" in predicted else []
     where.append(f"{bytes_text(allocated_bytes(predicted)[rank])} allocated")
     if nccl := predicted["memory"][rank].get("communicators"):
         where.append(f"{bytes_text(peaks[rank] - nccl)} reserved, the rest NCCL's")
@@ -141,6 +144,21 @@ def communication_text(predicted: Mapping[str, Any]) -> str:
     return " · ".join(
         f"{axis} {seconds_text(seconds)} ({seconds_text(exposed.get(axis, 0.0))} exposed)"
         for axis, seconds in predicted["communication_s"].items()
+    )
+
+
+def devices_text(predicted: Mapping[str, Any]) -> str:
+    """Write the devices of pp ranks, where these are of several kinds: ``pp 0: H100-SXM-80GB · pp 1-2: A100-SXM-80GB``."""
+    devices = predicted.get("devices", ())
+    runs = [list(run) for _, run in itertools.groupby(range(len(devices)), key=devices.__getitem__)]
+    return " · ".join(f"pp {indices_text(run)}: {devices[run[0]]}" for run in runs)
+
+
+def crossed_text(predicted: Mapping[str, Any]) -> str:
+    """Write by axis over what its ranks are spread, of axes that leave a node: ``dp_shard 16 nodes in 4 pods``."""
+    return " · ".join(
+        f"{axis} {' in '.join(f'{count} {name}' for name, count in parts.items())}"
+        for axis, parts in predicted.get("crossed", {}).items()
     )
 
 
@@ -215,7 +233,7 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         run.append(
             f"room for {assumed['expert_room']:g} times the mean rows of experts, and as many are sent over dp_expert"
         )
-    device = f"{assumed['device']} ({assumed['figures']})"
+    device = f"{devices_text(data['predicted']) or assumed['device']} ({assumed['figures']})"
     if assumed.get("dropout") == "kernel":
         run.append("attention dropout drawn by kernels, with other masks than on one device")
     how = "; ".join([", ".join([*run, f"operators {assumed['operators']}"]), *assumed.get("collectives", ())])
@@ -229,7 +247,8 @@ def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, flo
     columns = []
     for stage in predicted["stages"]:
         peak, rank = predicted["peak_memory_bytes"][stage["rank"]], stage["rank"]
-        text, share = ("", 0.0) if rank in seen else (bytes_text(peak), peak / predicted["memory_bytes"])
+        room = predicted["rooms"][rank] if "rooms" in predicted else predicted["memory_bytes"]
+        text, share = ("", 0.0) if rank in seen else (bytes_text(peak), peak / room)
         seen.add(rank)
         backward = seconds_text(stage["backward_s"]) if stage["backward_s"] else ""
         columns.append((seconds_text(stage["forward_s"]), backward, text, share))

@@ -23,6 +23,7 @@ from graphpar.report.page import html
 from graphpar.report.phrases import (
     assumed_lines,
     communication_text,
+    crossed_text,
     device_is_cpu,
     equal_stages,
     gap_text,
@@ -380,8 +381,11 @@ def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
 def _communication(data: Mapping[str, Any], width: int) -> list[str]:
     """Write the communication of a step as a separate section."""
     predicted = data.get("predicted")
-    text = communication_text(predicted) if predicted else ""
-    return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
+    if not predicted or not predicted["communication_s"]:
+        return []
+    lines = wrapped(communication_text(predicted), width, " Communication a step   ", " " * 12)
+    spread = crossed_text(predicted)
+    return [*lines, *(wrapped(spread, width, " Spread over  ", " " * 12) if spread else ())]
 
 
 def _runners_up(data: Mapping[str, Any], width: int) -> list[str]:

@@ -316,6 +316,24 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
     return tuple(int((counts @ saved[stages]).max(initial=0)) for stages, counts in _fullest(order))
 
 
+def peaks_with_state(
+    order: Order, saved: Sequence[int], gathered: Sequence[int], gradients: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Compute for each rank (activations, sharded state that is whole) where their sum is the most, in bytes.
+
+    Args:
+        saved: of a microbatch of each stage, as for :func:`peak_in_flight`.
+        gathered: the parameters of each stage, which are there from its first action to its last.
+        gradients: those of each stage, which are there from its first backward until they are reduced after its last.
+    """
+    sizes, found = (np.array(saved), np.array(gathered), np.array(gradients)), []
+    for stages, there in _fullest_with_state(order):
+        kept, whole, summing = (each @ size[stages] for each, size in zip(there, sizes))
+        at = int((kept + whole + summing).argmax())
+        found.append((int(kept[at]), int(whole[at] + summing[at])))
+    return tuple(found)
+
+
 def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
     """Compute for each stage the most microbatches that it keeps at the same time; split backwards hold theirs until W."""
     order = table if isinstance(table, Order) else order_of(table)
@@ -339,6 +357,26 @@ def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
         changes[np.arange(len(nodes)), place] = change
         frees = np.append(change[1:], -1) < 0
         found.append((stages, np.unique(changes.cumsum(axis=0)[frees[: len(nodes)]], axis=0)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def _fullest_with_state(order: Order) -> tuple[tuple[Array, tuple[Array, ...]], ...]:
+    """Return for each rank its stages and, whenever an action frees activations, while it runs, [time, stage]: how many microbatches the
+    rank keeps, whether parameters are gathered, and whether there are gradients that are not reduced."""
+    found = []
+    for nodes in order.actions_of:
+        kind, stage = np.divmod(order.price[nodes], order.stages)
+        computes = kind < len(COMPUTATIONS)
+        kind, (stages, place) = kind[computes], np.unique(stage[computes], return_inverse=True)
+        one = np.zeros((len(kind), len(stages)), dtype=np.int64)
+        one[np.arange(len(kind)), place] = 1
+        running = np.flatnonzero(_KEEPS[kind] < 0)
+        begun, left = one.cumsum(axis=0) > 0, one[::-1].cumsum(axis=0)[::-1] > 0
+        summing = (one * (kind > 0)[:, None]).cumsum(axis=0) > 0
+        counts = (one * _KEEPS[kind][:, None]).cumsum(axis=0)
+        rows = np.hstack([counts[running - 1], (begun & left)[running], (summing & left)[running]])
+        found.append((stages, tuple(np.hsplit(np.unique(rows, axis=0), 3))))
     return tuple(found)
 
 

@@ -59,7 +59,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
         f"the step of the model file's optimizer, {found.kind}, depends on all parameters together, so one rank holds all of them, their "
         f"gradients ({bytes_text(needed)} in all) and their state"
     )
-    device = parts.compilation.cluster.device
+    device = min((each.device for each in parts.compilation.cluster.kinds), key=lambda each: each.memory_bytes)
     if needed > device.memory_bytes:
         raise GraphparError(
             f"{what}, more than the {bytes_text(device.memory_bytes)} of a device; use one whose step reads an element or a "

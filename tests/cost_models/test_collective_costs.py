@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import graphpar as gp
 from graphpar.cost_models import collectives
 from graphpar.cost_models.collectives import KINDS, Group, Network
-from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.cluster import Cluster, Pod
 from graphpar.hardware.devices import DEVICES, Link
 from graphpar.operators.transitions import collective_cost
 from graphpar.runtime.axes import AXES
@@ -22,11 +23,19 @@ from graphpar.runtime.layout import coordinates
 from graphpar.runtime.mesh import Mesh
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
+SPINE = Link(9e-6, 2.5e9)
 ONE = Group(1, 1, 1)
 
 
 def cluster(nodes: int, devices_per_node: int, intra: Link = FAST, inter: Link = SLOW) -> Cluster:
     return Cluster(nodes, devices_per_node, DEVICES["H100-SXM-80GB"], intra, inter)
+
+
+@st.composite
+def pods(draw: st.DrawFn, link: Callable[[st.DrawFn], Link] = lambda _: SPINE) -> tuple[Pod, ...]:
+    """None, pods, or pods in pods of several of them."""
+    nodes = itertools.accumulate(draw(st.lists(st.integers(2, 3), max_size=2)), lambda one, two: one * two)
+    return tuple(Pod(count, link(draw), draw(st.booleans()) and not place) for place, count in enumerate(nodes))
 
 
 def network(text: str, between_s: float | None = None) -> Network:
@@ -165,7 +174,8 @@ def links(draw: st.DrawFn) -> Link:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    return cluster(draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(links()), draw(links()))
+    made = cluster(draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(links()), draw(links()))
+    return replace(made, pods=draw(pods(lambda draw: draw(links()))))
 
 
 @st.composite
@@ -183,25 +193,24 @@ def seconds(made: Cluster, ranks: list[int], kind: str, nbytes: float) -> float:
     return prices.seconds(kind, nbytes, prices.group(ranks))
 
 
-@given(settings_of(), KIND, BYTES, st.floats(1, 100), st.sampled_from(["intra_node", "inter_node"]))
+@given(settings_of(), KIND, BYTES, st.floats(1, 100), st.sampled_from(["intra_node", "inter_node", "pods"]))
 def test_a_better_link_never_costs(
     setting: tuple[Cluster, list[int]], kind: str, nbytes: float, times: float, name: str
 ) -> None:
     made, ranks = setting
-    link = getattr(made, name)
-    pair = link.pair_bytes_per_s and link.pair_bytes_per_s * times
-    wider = replace(link, bytes_per_s=link.bytes_per_s * times, pair_bytes_per_s=pair)
-    sooner = replace(link, latency_s=link.latency_s / times)
     before = seconds(made, ranks, kind, nbytes)
-    for better in (wider, sooner):
-        assert seconds(replace(made, **{name: better}), ranks, kind, nbytes) <= before * (1 + 1e-9)
+    for better in (lambda link: link.times(times), lambda link: replace(link, latency_s=link.latency_s / times)):
+        value = getattr(made, name)
+        found = tuple(replace(pod, link=better(pod.link)) for pod in value) if name == "pods" else better(value)
+        assert seconds(replace(made, **{name: found}), ranks, kind, nbytes) <= before * (1 + 1e-9)
 
 
 @given(settings_of(), KIND, BYTES, BYTES)
 def test_more_bytes_are_never_cheaper(setting: tuple[Cluster, list[int]], kind: str, one: float, other: float) -> None:
     less, more = (seconds(*setting, kind, nbytes) for nbytes in sorted((one, other)))
     assert less <= more
-    assert less > 0 or len(setting[1]) == 1 or 0.0 in (setting[0].intra_node.latency_s, setting[0].inter_node.latency_s)
+    instant = 0.0 in (setting[0].intra_node.latency_s, *(level.link.latency_s for level in setting[0].levels))
+    assert less > 0 or len(setting[1]) == 1 or instant
 
 
 @given(clusters(), KIND, BYTES)
@@ -228,23 +237,27 @@ def test_an_all_reduce_is_dearer_than_half_of_it(setting: tuple[Cluster, list[in
     made, ranks = setting
     if made.nodes > 1:
         made = replace(
-            made, intra_node=replace(made.intra_node, latency_s=0), inter_node=replace(made.inter_node, latency_s=0)
+            made,
+            intra_node=replace(made.intra_node, latency_s=0),
+            inter_node=replace(made.inter_node, latency_s=0),
+            pods=tuple(replace(pod, link=replace(pod.link, latency_s=0)) for pod in made.pods),
         )
     assert seconds(made, ranks, "all-reduce", nbytes) >= seconds(made, ranks, "reduce-scatter", nbytes) * (1 - 1e-9)
 
 
 @given(clusters(), BYTES)
 def test_no_price_is_below_what_the_wires_carry(made: Cluster, nbytes: float) -> None:
-    """All ranks: a node sends and gets the rest of the tensor, with all its adapters; a device does with its link."""
+    """All ranks: a node and a pod send and get the rest of the tensor with all their links out, and a device does with its link."""
     size = made.size
     assert seconds(made, list(range(size)), "all-gather", nbytes) >= nbytes * (
         size - 1
     ) / size / made.intra_node.bytes_per_s * (made.devices_per_node > 1) * (1 - 1e-9)
-    leaving = nbytes * (made.nodes - 1) / made.nodes
-    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
-        times = 2 if kind == "all-reduce" else 1
-        least = times * leaving / (made.devices_per_node * made.inter_node.bytes_per_s)
-        assert seconds(made, list(range(size)), kind, nbytes) >= least * (1 - 1e-9)
+    for level in made.levels:
+        leaving = nbytes * (size - level.devices) / size
+        for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+            times = 2 if kind == "all-reduce" else 1
+            least = times * leaving / (level.devices * level.link.bytes_per_s)
+            assert seconds(made, list(range(size)), kind, nbytes) >= least * (1 - 1e-9)
 
 
 def test_a_ring_sends_what_the_transitions_say() -> None:
@@ -301,6 +314,71 @@ def test_a_tree_over_many_nodes_is_sooner_than_a_ring() -> None:
     assert prices.seconds("all-reduce", 100e9, group) == pytest.approx(large, rel=0.05)
 
 
+# ---- over pods -------------------------------------------------------------------------------------------------
+
+
+def in_pods(nodes: int, per_node: int, *around: Pod) -> Network:
+    """Links that reach all of their bandwidth, from 100 GB/s in a node to 10 GB/s between nodes."""
+    inside, between = (replace(link, efficiency=1.0, latency_s=0.0) for link in (FAST, SLOW))
+    return Network(replace(cluster(nodes, per_node, inside, between), pods=around))
+
+
+def spine(rate: float) -> Link:
+    return Link(0.0, rate, efficiency=1.0)
+
+
+def test_a_ring_has_what_all_its_members_may_send_out_of_a_pod() -> None:
+    """Pods of 4 nodes of 2, with a quarter of the rate outside: what 8 devices have there is what 2 have between nodes."""
+    prices = in_pods(8, 2, Pod(4, spine(2.5e9)))
+    everyone, one_of_a_node, one_of_a_pod = (prices.group(range(0, 16, step)) for step in (1, 2, 8))
+    assert [group.pods for group in (everyone, one_of_a_node, one_of_a_pod)] == [((2, 8),), ((2, 4),), ((2, 1),)]
+    assert [prices.ring(group).bytes_per_s for group in (everyone, one_of_a_node, one_of_a_pod)] == [20e9, 10e9, 2.5e9]
+    assert prices.seconds("all-gather", 8e9, everyone) == pytest.approx(8e9 * 15 / 16 / 20e9)
+    assert prices.seconds("all-gather", 8e9, one_of_a_pod) == pytest.approx(8e9 / 2 / 2.5e9)
+
+
+def test_pairs_share_what_leaves_a_pod() -> None:
+    prices = in_pods(8, 2, Pod(4, spine(2.5e9)))
+    inside, across = prices.group([0, 2]), prices.group([0, 8])
+    assert (inside.pods, across.pods) == ((), ((2, 1),))
+    assert prices.seconds("send", 1e9, inside) == pytest.approx(0.1)
+    assert prices.seconds("send", 1e9, across) == pytest.approx(0.4)
+    wide = in_pods(8, 2, Pod(4, spine(50e9)))  # a device's adapter is the slower then
+    assert wide.seconds("send", 1e9, wide.group([0, 8])) == pytest.approx(0.1)
+    # Half of what each of 16 ranks sends is for the other pod, 14 of 16 parts for other nodes.
+    everyone = prices.group(range(16))
+    assert prices.seconds("all-to-all", 16e9, everyone) == pytest.approx(1e9 * 8 / 16 / 2.5e9)
+    flat = in_pods(8, 2)
+    assert flat.seconds("all-to-all", 16e9, flat.group(range(16))) == pytest.approx(1e9 * 14 / 16 / 10e9)
+
+
+def test_messages_have_the_latency_of_the_level_that_they_cross() -> None:
+    near, far, farther = 5e-6, 9e-6, 2e-5
+    slow = replace(cluster(8, 1), pods=(Pod(2, Link(far, 10e9)), Pod(4, Link(farther, 10e9))))
+    prices = Network(slow)
+    everyone = prices.group(range(8))
+    assert everyone.crossed == ((8, 1), (4, 2), (2, 4))
+    # Around the ring, of its 7 steps 7 leave nodes, 4 of them pods, 2 of them larger pods.
+    assert prices.ring(everyone).latency_s == pytest.approx((3 * near + 2 * far + 2 * farther) / 7)
+    assert prices.seconds("send", 0.0, prices.group([0, 1])) == near
+    assert prices.seconds("send", 0.0, prices.group([0, 2])) == far
+    assert prices.seconds("send", 0.0, prices.group([0, 4])) == farther
+    # A tree of three levels, up and down, with a chain of one in each node.
+    assert prices.seconds("all-reduce", 0.0, everyone) == pytest.approx(FAST.latency_s + 2 * (near + far + farther))
+
+
+def test_other_places_of_a_rail_meet_outside_of_the_pod() -> None:
+    rails, switched = (in_pods(4, 4, Pod(4, spine(2.5e9), rails)) for rails in (True, False))
+    for same in ([0, 4, 8], range(16), [0, 1, 4, 5]):
+        assert rails.group(same).pods == ()
+    for other, pods_of in (([0, 5], (2, 1)), ([0, 1, 5, 6], (2, 2))):
+        assert rails.group(other).pods == (pods_of,) and switched.group(other).pods == ()
+        assert rails.seconds("send", 1e9, rails.group(other)) == pytest.approx(0.4)
+    assert rails.boundary(Mesh(pp=4, tp=4)).pods == () and rails.boundary(Mesh(pp=8, tp=2)).pods == ((2, 1),)
+    assert rails.group_of_axes(Mesh(dp_replicate=4, tp=4), ["dp_replicate"]).pods == ()
+    assert rails.group_of_axes(Mesh(dp_replicate=5, tp=3), ["dp_replicate"]).pods != ()
+
+
 # ---- groups of axes --------------------------------------------------------------------------------------------
 
 MESHES = st.tuples(
@@ -318,31 +396,34 @@ def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     return list(found.values())
 
 
-@given(MESHES, st.integers(1, 12), st.sets(st.sampled_from(AXES)), KIND, BYTES)
+@given(MESHES, st.integers(1, 12), st.sets(st.sampled_from(AXES)), KIND, BYTES, pods())
 def test_axes_have_the_worst_of_their_groups(
-    degrees: tuple[int, ...], per_node: int, axes: set[str], kind: str, nbytes: float
+    degrees: tuple[int, ...], per_node: int, axes: set[str], kind: str, nbytes: float, around: tuple[Pod, ...]
 ) -> None:
     mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
-    prices = Network(cluster(-(-mesh.size // per_node), per_node))
+    prices = Network(replace(cluster(-(-mesh.size // per_node), per_node), pods=around))
     groups = [prices.group(ranks) for ranks in groups_of(mesh, tuple(axes))]
     worst = prices.group_of_axes(mesh, sorted(axes))
     assert {group.size for group in groups} == {worst.size}
     assert worst.nodes == max(group.nodes for group in groups)
     assert worst.per_node == max(group.per_node for group in groups)
     assert worst.fewest == min(group.fewest for group in groups)
+    assert len(worst.pods) == max(len(group.pods) for group in groups)
     dearest = max(prices.seconds(kind, nbytes, group) for group in groups)
     assert prices.seconds(kind, nbytes, worst) >= dearest * (1 - 1e-9)
     if len(set(groups)) == 1:
         assert worst == groups[0]
 
 
-@given(MESHES, st.integers(1, 12))
-def test_the_boundary_is_the_worst_pair_of_neighbours(degrees: tuple[int, ...], per_node: int) -> None:
+@given(MESHES, st.integers(1, 12), pods())
+def test_the_boundary_is_the_worst_pair_of_neighbours(
+    degrees: tuple[int, ...], per_node: int, around: tuple[Pod, ...]
+) -> None:
     mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
-    prices = Network(cluster(-(-mesh.size // per_node), per_node))
+    prices = Network(replace(cluster(-(-mesh.size // per_node), per_node), pods=around))
     stride = mesh.size // mesh.pp
     pairs = [prices.group([rank, rank + stride]) for rank in range(mesh.size - stride)]
-    assert prices.boundary(mesh) == max(pairs, key=lambda pair: pair.nodes, default=ONE)
+    assert prices.boundary(mesh) == max(pairs, key=lambda pair: (pair.nodes, len(pair.pods)), default=ONE)
 
 
 @given(MESHES, st.integers(1, 12))

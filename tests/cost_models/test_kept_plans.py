@@ -15,12 +15,11 @@ from graphpar.cli.main import main
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Answer, Change, KeptPlans, what_if
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.precision import Precision
 from graphpar.passes.planning.planned import Planned
 from tests.tools.programs import example
 
 CLUSTER = Cluster.parse("2x4xA100-40GB")
-asked = partial(what_if, precision=Precision())
+asked = partial(what_if, decided=gp.plan(example("gpt"), mesh={}))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,8 @@ def test_where_memory_is_short_other_recomputation_is_tried_and_else_nothing_fit
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"global_batch": 7}, "can have a batch of 7 on 8 devices"),
+        ({"global_batch": 7}, "can have a batch of 7 on 8 devices: A global batch of 7 does not divide"),
+        ({"microbatch_size": 3}, "do not divide into microbatches of 3; sizes that do: 1, 2, 4"),
         ({"devices": 6}, "fill no whole number of nodes"),
         ({"mesh": {"tp": 8, "pp": 1}}, "with this mesh"),
         ({"network": -1.0}, "network is -1.0"),
@@ -129,8 +129,72 @@ def test_what_no_kept_plan_can_have_is_refused(change: dict[str, Any], why: str,
         asked(replace(kept, plans=kept.plans[:1]), Change(**change))
 
 
-def test_devices_without_the_units_of_a_program_are_refused(kept: KeptPlans) -> None:
-    eight, blocks = (Precision("bf16", fp8=("**",), fp8_recipe=recipe) for recipe in ("rowwise", "mxfp8"))
+def _found(program: gp.Program, cluster: str, **pins: Any) -> tuple[KeptPlans, Planned]:
+    plan = gp.plan(program, Cluster.parse(cluster), **pins)
+    assert isinstance(plan, Planned) and plan.found is not None and plan.found.kept is not None
+    return plan.found.kept, plan
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_state_that_one_rank_holds_is_not_sharded(zero: int, program: gp.Program) -> None:
+    kept, plan = _found(program, "4xH100", global_batch=32, zero=zero, mesh={"pp": 1, "dp_shard": 4})
+    alone = what_if(kept, Change(devices=1), plan).same
+    assert alone is not None and alone.zero == 0 and alone.mesh.size == 1
+    size, cluster = alone.layout.microbatch_size, Cluster.parse("1xH100")
+    there = gp.plan(program, cluster, mesh={"pp": 1}, global_batch=32, microbatch_size=size, recompute=plan.recompute)
+    direct = gp.estimate(program, there, cluster)
+    assert alone.estimate.step_time_s == pytest.approx(direct.step_time_s, rel=1e-9)
+    assert alone.estimate.peak_memory_bytes == direct.peak_memory_bytes
+
+
+def test_what_the_rules_of_an_option_refuse_is_no_plan(program: gp.Program) -> None:
+    mesh = {"dp_shard": 4}
+    kept, plan = _found(program, "4xH100", global_batch=32, zero=3, reshard=2, mesh=mesh)
+    with pytest.raises(GraphparError, match=r"reshard=2 must be a proper divisor of dp_shard=2"):
+        what_if(kept, Change(devices=2), plan)
+    kept, plan = _found(program, "4xH100", global_batch=32, zero=3, offload="params", mesh=mesh)
+    with pytest.raises(GraphparError, match=r"zero=3 shards state over dp_shard and cp, which have one rank"):
+        what_if(kept, Change(devices=1), plan)
+    kept, plan = _found(program, "4xH100", global_batch=32, reduce_dtype="bf16", mesh=mesh)
+    with pytest.raises(GraphparError, match=r"reduce_dtype=bf16 is for sums of gradients"):
+        what_if(kept, Change(devices=1), plan)
+
+
+def test_replicas_that_compute_the_batch_together_keep_their_number_and_one_microbatch() -> None:
+    program = example("resnet_batchnorm")
+    kept, plan = _found(program, "4xA100", global_batch=32)
+    assert kept.coupled and not kept.splits and len({each.mesh for each in kept.plans}) > 3
+    for change in (Change(network=0.5), Change(global_batch=64), Change(global_batch=16)):
+        priced = what_if(kept, change, plan).plans
+        assert priced and all(each.layout.microbatches == 1 for each in priced)
+        assert {each.mesh for each in priced} <= {each.mesh for each in kept.plans}
+    answer = what_if(kept, Change(global_batch=64), plan)
+    assert answer.same is None and answer.why_not is not None and "can't be split" in answer.why_not
+    for devices in (2, 8):
+        with pytest.raises(GraphparError, match="replicas compute the batch together"):
+            what_if(kept, Change(devices=devices), plan)
+
+
+def test_a_model_that_is_traced_for_one_batch_has_no_other(kept: KeptPlans) -> None:
+    static = replace(kept, symbolic=False)
+    assert asked(static, Change(network=0.5)).same
+    for change in (Change(global_batch=128), Change(microbatch_size=kept.plans[0].layout.microbatch_size // 2)):
+        with pytest.raises(GraphparError, match="traced for a batch of 64 in microbatches of"):
+            asked(static, change)
+
+
+def test_microbatches_have_the_rows_that_are_asked_for_or_can_be(kept: KeptPlans) -> None:
+    given = asked(kept, Change(microbatch_size=2))
+    assert given.same is not None and {each.layout.microbatch_size for each in given.plans} == {2}
+    small = asked(kept, Change(devices=32))
+    assert small.best is not None and small.same is None and "microbatches of" in str(small.why_not)
+    for each in small.plans:
+        assert each.layout.microbatch_size * each.layout.microbatches * each.mesh.replicas == 64
+        assert each.layout.microbatches == 1
+
+
+def test_devices_without_the_units_of_a_program_are_refused(kept: KeptPlans, chosen: Planned) -> None:
+    eight, blocks = (replace(chosen, dtype="bf16", fp8=("**",), fp8_recipe=recipe) for recipe in ("rowwise", "mxfp8"))
     hopper, blackwell = (Change(cluster=Cluster.parse(f"8x{name}")) for name in ("H100", "B200"))
     with pytest.raises(GraphparError, match="no units for 8 bits"):
         what_if(kept, Change(network=0.5), eight)
@@ -162,9 +226,14 @@ def test_python_and_the_command_line_give_the_same_answer(
     record = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps(record | {"schedule": "GPipe"}))
     assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
-    (folder / KEPT_PLANS).write_text('{"plans": {"records": [["Gone", 1]], "value": 0}}')
-    assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
-    assert "compile the model again" in capsys.readouterr().err
+    (folder / "plan.json").write_text(json.dumps(record))
+    known = json.loads((folder / KEPT_PLANS).read_text())
+    changed = known["plans"] | {"records": [*known["plans"]["records"][1:], known["plans"]["records"][0]]}
+    capsys.readouterr()
+    for damaged in ({}, known | {"global_batch": 32}, known | {"plans": changed}):
+        (folder / KEPT_PLANS).write_text(json.dumps(damaged))
+        assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
+        assert f"{KEPT_PLANS}: what a search kept is not as it was written" in capsys.readouterr().err
     (folder / KEPT_PLANS).unlink()
     assert main(["what-if", str(folder), "--network", "0.5x"]) == 2
     with pytest.raises(GraphparError, match="no search"):

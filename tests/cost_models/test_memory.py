@@ -33,6 +33,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.stages.modules import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
+from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 from graphpar.schedules.action_table import parse_table
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import peak_in_flight
@@ -295,11 +296,9 @@ def test_a_rank_holds_what_the_runtime_makes() -> None:
         assert memory.optimizer == 2 * memory.parameters
         assert memory.buckets == parts.program.parameters["transformer.wte.weight"].nbytes  # tied over both ranks
     received = 2 * 16 * 64 * 4
-    assert [_memory(case, rank).boundaries for rank in (0, 1)] == [
-        5 * received
-    ] * 2  # of 4 microbatches, and one on its way
+    assert [_memory(case, rank).boundaries for rank in (0, 1)] == [2 * received] * 2  # one that arrives, one on its way
     saved = [activations_of(*case).saved(stage, 2).total for stage in parts.stages]
-    assert [_memory(case, rank).activations for rank in (0, 1)] == [2 * saved[0], saved[1]]
+    assert [_memory(case, rank).activations for rank in (0, 1)] == [2 * saved[0], saved[1] + received]
     memory = _memory(case, 0)
     assert memory.slack >= ALLOCATOR_SLACK * (memory.activations + memory.transient + memory.buckets)
     assert memory.total == sum(vars(memory).values())
@@ -417,16 +416,18 @@ def test_a_local_boundary_counts_once() -> None:
     parts, activations = parts_of(*case), activations_of(*case)
     saved = [activations.saved(stage, 1) for stage in parts.stages]
     assert saved[1].sent > 0
-    in_flight = peak_in_flight(table_of(parts.plan), [0, saved[1].inside, saved[2].total, 0])
+    received = saved[0].sent
+    in_flight = peak_in_flight(table_of(parts.plan), [0, saved[1].inside + received, saved[2].total, 0])
     memory = _memory(case, 1)
     sent = 8 * (saved[0].sent + saved[2].sent)  # to the end of the step; the first stage's gradient, the third's output
     assert in_flight[1] < memory.activations <= 2 * in_flight[1] + sent  # I keeps gradients for W besides
     assert activations.for_weight(parts.stages[2], 1) > 0
-    assert memory.boundaries == 8 * (2 + 2) * saved[1].sent  # two stages receive a value and the gradient of another
+    assert memory.boundaries == (2 + 2) * saved[1].sent  # two stages receive a value and the gradient of another
 
 
 _STEPS = [
     ("gpt", "pp=2", "", "1F1B", 1, 8),
+    ("gpt", "pp=2", "", "1F1B", 1, 32),  # as much: messages have memory while they are in flight
     ("llama", "pp=2", "", "Interleaved1F1B", 1, 8),
     ("gpt", "pp=2", "", "ZBVZeroBubble", 1, 8),
     ("llama", "tp=2", "", None, 2, 8),
@@ -438,10 +439,12 @@ _STEPS = [
 @pytest.mark.sampled(1 / 2)
 def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, pool: RankPool) -> None:
     """The highest sum of live storages on each rank, parameters and inputs aside; buckets come when activations are gone."""
+    if case[3] == "ZBVZeroBubble" and not SPLITS_BACKWARD:
+        pytest.skip("this torch does not split backwards, and frees earlier")
     parts = parts_of(*case)
     batch = {}
     for spec in parts.program.inputs:
-        shape = [8 if dim == spec.batch_dim else size for dim, size in enumerate(spec.shape)]
+        shape = [case[-1] if dim == spec.batch_dim else size for dim, size in enumerate(spec.shape)]
         if spec.role != "sample_keys":
             batch[spec.name] = torch.randint(0, spec.values[1] + 1, shape).to(spec.dtype)
     save_file(batch, tmp_path / "batch.safetensors")

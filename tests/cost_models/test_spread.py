@@ -15,9 +15,7 @@ from tests.tools.programs import example
 
 
 def test_a_spread_is_that_of_its_parts() -> None:
-    found = spreads(
-        {"compute": 6.0, "bubble": 2.0, "tp": 1.0, "dp_shard": 1.0, "gradients": 0.0}, {"tp": 1, "dp_shard": 2}
-    )
+    found = spreads({"compute": 6.0, "bubble": 2.0, "tp": 1.0, "dp_shard": 1.0, "gradients": 0.0}, {"dp_shard"})
     assert found == pytest.approx({"compute": 8 * SHARES["compute"], "tp": INSIDE, "dp_shard": BETWEEN})
     assert together(found) == pytest.approx(math.sqrt(0.8**2 + INSIDE**2 + BETWEEN**2))
     assert of_difference(found, found) == 0
@@ -30,9 +28,7 @@ def test_of_plans_that_are_equally_fast_the_one_that_is_known_best_is_taken() ->
     assert found is not None and found.best is not None
 
     def with_step(seconds: float, **parts: float) -> object:
-        estimate = replace(
-            found.best.estimate, step_time_s=seconds, parts_s=parts, spreads_s=spreads(parts, {"tp": 2, "dp_shard": 1})
-        )
+        estimate = replace(found.best.estimate, step_time_s=seconds, parts_s=parts, spreads_s=spreads(parts, {"tp"}))
         return replace(found.best, estimate=estimate)
 
     fastest, surest = with_step(10.0, compute=7.0, tp=3.0), with_step(10.3, compute=10.0, dp_shard=0.3)

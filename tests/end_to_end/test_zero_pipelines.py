@@ -15,13 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.cost_models.activation_memory import attributes
 from graphpar.errors import GraphparError
+from graphpar.passes.planning.prices import table_of
 from graphpar.passes.planning.validate_plan import validate_plan
+from graphpar.schedules.order import order_of
+from graphpar.schedules.simulation import peaks_with_state
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
 from tests.end_to_end.test_zero import _exact, _partitioned
 from tests.models import architectures, zoo_programs
-from tests.ranks import accumulation_script
+from tests.ranks import accumulation_script, whole_state_script
 from tests.tools.rank_pool import RankPool
 from tests.tools.samples import drawn, sample
 
@@ -370,6 +374,40 @@ def test_gradients_that_replicas_of_the_shards_do_not_sum_are_found(tmp_path: Pa
     parts = _parts({**PIPELINED, "dp_replicate": 2}, 3)
     with pytest.raises(AssertionError):
         _trained(parts, tmp_path, pool, sums=False)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1F1B", 3), ("Interleaved1F1B", 2), ("Interleaved1F1B", 6), ("LoopedBFS", 3)]
+)
+@pytest.mark.sampled(1 / 2)
+def test_what_is_whole_of_sharded_state_is_what_memory_says(
+    schedule: str, microbatches: int, tmp_path: Path, pool: RankPool
+) -> None:
+    """Stages whose backwards have ended have neither parameters nor gradients left when those of others begin."""
+    parts = _parts(PIPELINED, microbatches, schedule=schedule)
+    folder = parts.save(tmp_path / "program", weights=Tied().state_dict())
+    inputs = json.loads((folder / "plan.json").read_text())["interface"]["inputs"]
+    save_file({each["name"]: torch.randn(24, 7) for each in inputs}, tmp_path / "batch.safetensors")
+    arguments = [str(folder), str(tmp_path / "batch.safetensors"), str(tmp_path)]
+    pool.torchrun(Path(whole_state_script.__file__), arguments, nproc=4, timeout_s=200)
+    held = [[0, 0] for _ in parts.stages]
+    for name, info in parts.program.parameters.items():
+        for stage in parts.stages:
+            if info.shape and name in attributes(parts.program, stage):  # the scale is not divided
+                held[stage.index][0] += info.nbytes
+                held[stage.index][1] += info.nbytes * info.requires_grad
+    order, nothing = order_of(table_of(parts.plan)), [0] * len(held)
+    gathered, gradients = (list(each) for each in zip(*held))
+    said = [
+        [whole for _, whole in peaks_with_state(order, nothing, *each)]
+        for each in ((gathered, nothing), (nothing, gradients))
+    ]
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [found for _, *found in reports] == [[each[place] for each in said] for place, *_ in reports]
 
 
 # ---- plans -------------------------------------------------------------------------------------------------------

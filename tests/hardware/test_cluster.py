@@ -16,7 +16,7 @@ from torch import nn
 import graphpar as gp
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.sharding import ShardingCosts
-from graphpar.hardware.cluster import HEADROOM, Cluster
+from graphpar.hardware.cluster import HEADROOM, Cluster, Pod
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named, figures_of
 from graphpar.passes.compilation import priced
 from graphpar.report.report import report_data
@@ -271,11 +271,65 @@ def test_what_is_wrong_in_a_file_is_named(text: str, old: str, new: str, expecte
     assert expected in str(caught.value) and str(caught.value).startswith(str(file))
 
 
+PODS = NAMED + "[[pods]]\nnodes = 2\nrails = true\nbytes_per_s = 6e9\n[[pods]]\nnodes = 4\nlatency_s = 3e-5\n"
+
+
+def test_a_file_with_pods(tmp_path: Path) -> None:
+    """Figures of a pod that are left out are those of the link inside it."""
+    made = Cluster.parse(written(tmp_path, PODS))
+    inside = device_named("A100").inter_node
+    first = replace(inside, bytes_per_s=6e9)
+    assert made.pods == (Pod(2, first, True), Pod(4, replace(first, latency_s=3e-5)))
+    assert [(level.name, level.devices) for level in made.levels] == [
+        ("nodes", 4),
+        ("leaf switches", 8),
+        ("pods of 4", 16),
+    ]
+    assert Cluster.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert Cluster.parse(f"8x4x{written(tmp_path, PODS)}").pods == made.pods
+    assert repr(made) == "Cluster('2x4xA100-SXM-80GB', with its own figures)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("nodes = 2\nrails", "rails", "pods[0]: the field 'nodes' is missing"),
+        ("nodes = 4", "nodes = 0", "pods[1]: nodes is 0; it must be a whole number above 0"),
+        ("nodes = 4", "nodes = 5", "pods of 5 nodes don't consist of pods of 2; list them from the inside out"),
+        ("nodes = 4", "nodes = 2", "pods of 2 nodes don't consist of pods of 2"),
+        ("rails = true", "rails = 1", "pods[0]: rails is 1; it must be true or false"),
+        ("latency_s", "rails = true\nlatency_s", "rails are of the innermost pods alone"),
+        ("latency_s", "latencys", "pods[1]: there is no field 'latencys'; the fields are"),
+        (PODS, NAMED + "pods = 3", "pods is 3; it must be a list of tables with nodes and bytes_per_s"),
+        (PODS, NAMED + "devices_per_host = 3", "devices_per_host is 3, which does not divide devices_per_node, 4"),
+    ],
+)
+def test_what_is_wrong_in_pods_is_named(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    assert PODS.count(old) == 1
+    with pytest.raises(gp.GraphparError) as caught:
+        Cluster.parse(written(tmp_path, PODS.replace(old, new)))
+    assert expected in str(caught.value)
+
+
+def test_a_node_of_several_hosts(tmp_path: Path) -> None:
+    """The 72 devices of an NVLink domain share links, and four of them a host."""
+    rack, file = Cluster.parse("72xGB200"), written(tmp_path, NAMED + "devices_per_host = 2\n")
+    assert (rack.devices_per_node, rack.host_devices, Cluster.parse("2xGB200").host_devices) == (72, 4, 2)
+    assert Cluster.parse("8xH100").host_devices == 8
+    halves = Cluster.parse(file)
+    assert halves.host_devices == 2 and Cluster.from_json(halves.to_json()) == halves
+
+
 def test_the_cluster_file_that_is_shown_is_one(tmp_path: Path) -> None:
     (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "cluster.toml"]
     own = Cluster.parse(written(tmp_path, shown.text))
     assert (own.nodes, own.devices_per_node, own.device.name) == (2, 2, "A100-SXM-40GB")
     assert own.inter_node.bytes_per_s < own.device.inter_node.bytes_per_s
+    (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "pods.toml"]
+    made = Cluster.parse(written(tmp_path, shown.text))
+    assert [level.link.bytes_per_s for level in made.levels] == [50e9, 12.5e9, 6.25e9]
+    (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "groups.toml"]
+    assert Cluster.parse(written(tmp_path, shown.text)) == Cluster.parse("8xH100+16xA100")
 
 
 # ---- prices and plans ------------------------------------------------------------------------------------------

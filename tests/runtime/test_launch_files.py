@@ -32,6 +32,7 @@ def _plan(**pins: Any) -> gp.Plan:
         ("2x8xH100", {"tp": 4}, 1, 4),  # a part of the cluster
         ("3x4xA100-SXM-80GB", {"pp": 2, "tp": 3}, 3, 2),  # 6 ranks don't fill nodes of 4
         ("8xCPU", {"dp_replicate": 8}, 1, 8),
+        ("72xGB200", {"tp": 8, "dp_shard": 9}, 18, 4),  # one NVLink domain of hosts of 4
     ],
 )
 def test_they_fill_the_nodes_of_the_cluster(cluster: str, mesh: dict[str, int], nodes: int, devices: int) -> None:

@@ -22,7 +22,7 @@ from graphpar.passes.planning.search import Planner
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import AUTO, Recompute
 from graphpar.runtime.schedule_records import SCHEDULES
-from tests.tools.plan_prices import StepPrices, in_all, kept_bytes, most_kept, on_top_bytes
+from tests.tools.plan_prices import StepPrices, arriving, in_all, kept_bytes, most_kept, on_top_bytes
 
 KINDS = (
     "none",
@@ -279,10 +279,13 @@ class EveryPlan:
             if way.microbatches * sum(shortest[place].forward + shortest[place].backward for place in own) >= below:
                 return
             fixed, beside, end = prices.fixed_bytes(plain, own, way.rows, way.microbatches)
+            messages = {place: arriving(plain, place, way.rows) if place - 1 not in own else 0 for place in own}
+            whole = prices.whole_bytes(plain, own)
             able = []
             for chosen in itertools.product(*(self.choices(way, *runs[place]) for place in own)):
-                most = most_kept({place: each.kept for place, each in zip(own, chosen)}, row)
-                nbytes = in_all(fixed, beside, most, max(*(each.on_top for each in chosen), end - most))
+                kept = {place: each.kept + messages[place] for place, each in zip(own, chosen)}
+                most, gathered = most_kept(kept, row, whole)
+                nbytes = in_all(fixed, beside + gathered, most, max(*(each.on_top for each in chosen), end - most))
                 if nbytes <= room:
                     able.append((nbytes, dict(zip(own, chosen))))
             options.append(_fastest(able))

@@ -384,13 +384,11 @@ def _input_bytes(program: Program, plan: Plan, own: Sequence[Stage]) -> int:
 
 
 def _boundary_bytes(program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage]) -> int:
-    """In a forward alone a buffer lives while its stage runs; torch's pipeline stages keep one for each microbatch."""
+    """Of one message to each stage in each direction, which arrives ahead of time; others are counted with what is in flight."""
     rows = plan.microbatch_size
     received = sum(tensor_bytes(value.node, rows) for stage in own for value in stage.receives)
-    if program.mode != "train":
-        return received
     gradients = sum(tensor_bytes(value.node, rows) for stage in own for value in stage.sends if value.requires_grad)
-    return plan.microbatches * (received + gradients)
+    return received + (gradients if program.mode == "train" else 0)
 
 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
@@ -402,11 +400,13 @@ def _stage_cost(plan: Plan, stage: Stage, measured: Activations, own: Sequence[S
     places = {other.index for other in own}
     local = saved.sent if stage.index + 1 in places else 0  # what it sends is what the other one's buffer holds
     returned = sum(tensor_bytes(value.node, rows) for value in stage.receives if value.requires_grad)
+    arriving = sum(tensor_bytes(value.node, rows) for value in stage.receives if stage.index - 1 not in places)
+    gradients = sum(tensor_bytes(value.node, rows) for value in stage.sends if value.requires_grad)
     return StageCost(
-        saved.total - local,
+        saved.total - local + arriving,
         max(0, passes.forward - passes.kept),
         max(0, passes.backward - passes.kept),
-        max(0, measured.for_weight(stage, rows) - local) if split else None,
+        max(0, measured.for_weight(stage, rows) - local) + arriving + gradients if split else None,
         saved.sent - local if stage.sends else 0,
         0 if stage.index - 1 in places else returned,
     )

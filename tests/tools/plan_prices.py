@@ -10,7 +10,7 @@ holds. It knows training on GPUs with Adam, gradients that are summed behind bac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphpar.cost_models.collectives import Network
@@ -271,9 +271,11 @@ class StepPrices:
         for row in self.actions(len(stages), microbatches, schedule):
             own = sorted({action.stage for cell in row for action in cell})
             fixed, beside, end = self.fixed_bytes(stages, own, rows, microbatches)
-            most = most_kept({place: kept_bytes(stages[place], rows) for place in own}, row)
+            local = {place for place in own if place - 1 in own}
+            kept = {place: in_flight_bytes(stages, place, rows, local) for place in own}
+            most, whole = most_kept(kept, row, self.whole_bytes(stages, own))
             on_top = max(*(on_top_bytes(stages[place], rows) for place in own), end - most)
-            found.append(in_all(fixed, beside, most, on_top))
+            found.append(in_all(fixed, beside + whole, most, on_top))
         return found
 
     def fixed_bytes(
@@ -282,15 +284,14 @@ class StepPrices:
         """What a rank with the stages ``own`` holds for the whole step; buckets and what is gathered apart; what is more of gradients when
         the last are summed, and nothing is kept."""
         units = [unit for place in own for unit in stages[place]]
-        messages = sum(_arriving(stages, place, rows) + _coming_back(stages, place, rows) for place in own)
-        messages *= microbatches
+        messages = sum(arriving(stages, place, rows) + _coming_back(stages, place, rows) for place in own)
         if len(own) == 1 and len(stages) > 1:
             sent = stages[own[0]][-1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
             messages += max(sent, _coming_back(stages, own[0] - 1, rows) if own[0] else 0)
         inputs = {name: line.at(rows * microbatches) for unit in units for name, line in unit.inputs.items()}
         buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
         state = self._state([stages[place] for place in own])
-        beside = self._buckets(stages, own) + self._whole(stages, own)
+        beside = self._buckets(stages, own) + self._gathered(stages, own)
         gradients, last = self._gradients([stages[place] for place in own], microbatches)
         fixed = state + gradients + sum(buffers.values()) + sum(inputs.values()) + messages
         return fixed, beside, last - gradients
@@ -298,7 +299,7 @@ class StepPrices:
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
         held, shards = held_once(stages), self.shards
-        sizes = {3: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
+        sizes = {2: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
 
     def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
@@ -327,13 +328,22 @@ class StepPrices:
                 sizes[key] = sizes.get(key, 0) + part.elements * part.itemsize
         return max((min(BUCKET, nbytes) for nbytes in sizes.values()), default=0)
 
-    def _whole(self, stages: Sequence[Units], own: Sequence[int]) -> int:
-        """What is whole beside its shards: gradients until a pipeline has reduced them, and parameters that are gathered."""
-        held, piped = held_once([stages[place] for place in own]), self.mesh.pp > 1
-        found = sum(part.nbytes for part in held if part.trained) if self.zero >= 2 and piped else 0
-        if self.zero == 3 and piped and not self.always:
-            return found + sum(part.nbytes for part in held)
-        if self.zero == 3:  # a unit, and the next one
+    def whole_bytes(self, stages: Sequence[Units], own: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """What a pipeline has of each stage beside its shards: parameters that it keeps gathered, gradients until it has reduced them."""
+        held, piped = {place: held_once([stages[place]]) for place in own}, self.mesh.pp > 1
+        gathers = self.zero == 2 or (self.zero == 3 and piped and not self.always)
+        return {
+            place: (
+                sum(part.nbytes for part in parts) if gathers else 0,
+                _trained(parts) if self.zero >= 2 and piped else 0,
+            )
+            for place, parts in held.items()
+        }
+
+    def _gathered(self, stages: Sequence[Units], own: Sequence[int]) -> int:
+        """Parameters that are gathered for a unit."""
+        held, found = held_once([stages[place] for place in own]), 0
+        if self.zero == 3 and (self.mesh.pp == 1 or self.always):  # a unit, and the next one
             sizes: list[int] = []
             for place in own:
                 for number, unit in enumerate(stages[place]):
@@ -364,17 +374,24 @@ def on_top_bytes(units: Units, rows: int) -> int:
     return max(max(unit.kind.memory.forward.at(rows), unit.kind.memory.backward.at(rows)) for unit in units)
 
 
-def most_kept(kept: Mapping[int, int], row: Row) -> int:
-    """The most bytes at one time on a rank that runs ``row``; ``kept`` by a microbatch of each of its stages."""
+def in_flight_bytes(stages: Sequence[Units], place: int, rows: int, local: Collection[int] = ()) -> int:
+    """What a microbatch in flight takes in a stage: what is kept, and what it received, if that is no tensor of the same rank."""
+    return kept_bytes(stages[place], rows) + (0 if place in local else arriving(stages, place, rows))
+
+
+def most_kept(kept: Mapping[int, int], row: Row, whole: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """The most bytes at one time on a rank that runs ``row``: ``kept`` by microbatches of its stages, and ``whole`` state."""
     actions = [action for cell in row for action in cell]
-    split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
-    most = now = 0
-    for action in actions:
-        if action.kind == "F":
-            now += kept[action.stage]
-        elif action.kind == "W" or (action.kind == "B" and (action.stage, action.microbatch) not in split):
-            now -= kept[action.stage]
-        most = max(most, now)
+    most, alive = (0, 0), dict.fromkeys(kept, 0)
+    for number, action in enumerate(actions):
+        ahead, behind = actions[number:], actions[: number + 1]
+        gathered = [s for s in kept if any(a.stage == s for a in ahead) and any(a.stage == s for a in behind)]
+        summing = [s for s in gathered if any(a.stage == s and a.kind != "F" for a in behind)]
+        alive[action.stage] += action.kind == "F"
+        now = sum(alive[s] * kept[s] for s in kept)
+        beside = sum(whole[s][0] for s in gathered) + sum(whole[s][1] for s in summing)
+        most = max(most, (now, beside), key=sum)
+        alive[action.stage] -= action.kind in ("B", "W")
     return most
 
 
@@ -393,7 +410,8 @@ def held_once(stages: Sequence[Units]) -> list[Held]:
     return found
 
 
-def _arriving(stages: Sequence[Units], place: int, rows: int) -> int:
+def arriving(stages: Sequence[Units], place: int, rows: int) -> int:
+    """What a microbatch sends to a stage."""
     return stages[place][0].kind.memory.received.at(rows) if place else 0
 
 

@@ -39,12 +39,17 @@ def _group(reason: str, group: Sequence[Coupling]) -> str:
     return f"{reason} ({place})" if place else reason
 
 
+def is_coupled(program: Program) -> bool:
+    """Whether replicas compute something together, as examples depend on each other."""
+    return bool(program.couplings) or program.unsplittable is not None
+
+
 def placed_axes(program: Program, mesh: Mesh) -> dict[str, int]:
     """Return the axes of several ranks on which each operator has a placement, with their degrees.
 
     Replicas run on different rows, so nothing is placed on their axes, unless examples depend on each other.
     """
-    coupled = bool(program.couplings) or program.unsplittable is not None
+    coupled = is_coupled(program)
     return {
         axis: degree
         for axis, degree in mesh.degrees().items()

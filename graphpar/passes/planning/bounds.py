@@ -84,7 +84,7 @@ class StepBounds:
         pricing, together = prices.known(candidate), prices.kept_together(candidate, prices.known(candidate))
         if min(together) <= 0:
             return candidate.bound
-        state, kept, _ = pricing.bytes.least(candidate.microbatch_size)
+        state, kept = pricing.bytes.least(candidate.microbatch_size, candidate.stages_per_rank == 1)
         room = self.prices.cluster.room_bytes * sum(1 / number for number in together)
         if state / max(together) >= room:
             return math.inf  # whatever is saved, so nothing is measured
@@ -124,8 +124,8 @@ class StepBounds:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
         pricing, count = self.prices.known(candidate), candidate.microbatches
         if self.prices.chosen_in_memory(candidate):
-            alive, room = self.prices.alive_on(candidate, pricing), self.prices.room(pricing)
-            within = self.prices.balancer(candidate).within(alive, room, candidate.microbatches)
+            alive, rooms = self.prices.alive_on(candidate, pricing), self.prices.rooms(pricing)
+            within = self.prices.balancer(candidate).within(alive, rooms)
             return count * within[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         missing = self.prices.missing(pricing, layout)
@@ -141,4 +141,4 @@ class StepBounds:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
         pricing = self.prices.known(candidate, len(self.prices.recomputed(candidate)) - 1)
         alive = min(self.prices.alive_on(candidate, pricing)) / candidate.stages_per_rank
-        return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
+        return pricing.bytes.average(candidate.microbatch_size, alive, candidate.stages_per_rank == 1)

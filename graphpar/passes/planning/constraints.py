@@ -18,7 +18,7 @@ from graphpar.ir.program import Program, module_path
 from graphpar.ir.split_points import SplitAt
 from graphpar.operators.matrix import heads_of
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.coupled import coupled_text, placed_axes
+from graphpar.passes.normalize.coupled import coupled_text, is_coupled, placed_axes
 from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
@@ -318,7 +318,7 @@ def check_dp_mean(pins: PlanConstraints, program: Program) -> None:
     Raises:
         GraphparError: it can't.
     """
-    if pins.dp_mean and (program.couplings or program.unsplittable is not None):
+    if pins.dp_mean and is_coupled(program):
         raise GraphparError(
             f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
             "rows of all replicas; leave it out."

@@ -447,6 +447,8 @@ def _all_given_up(program: Program, pins: PlanConstraints) -> _Change:
 def _other_hardware(pins: PlanConstraints, fits: Fits) -> Iterator[Remedy]:
     cluster = pins.cluster
     assert cluster is not None
+    if cluster.groups:
+        return
     larger = [cluster.grown(times) for times in GROWTH]
     device = cluster.device
     others = sorted(

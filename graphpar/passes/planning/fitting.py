@@ -53,16 +53,16 @@ class Fitting:
             return best
         if not self.prices.chosen_in_memory(candidate):
             return best
-        balancer, room = self.prices.balancer(candidate), self.prices.room(pricing)
+        balancer, rooms = self.prices.balancer(candidate), self.prices.rooms(pricing)
         for _ in range(TRIES):
-            starts = balancer.within(self.prices.alive_on(candidate, pricing), room, candidate.microbatches)[1]
+            starts = balancer.within(self.prices.alive_on(candidate, pricing), rooms)[1]
             if starts is None:
                 break
             other = self._fitted(candidate, starts)
             best = min(best, other, key=lambda each: (max(0, each.missing), each.rank_key))
             if other.fits:
                 break
-            room -= other.missing
+            rooms = [room - other.missing for room in rooms]
         return best
 
     def exactly(self, priced: Priced) -> Priced:

@@ -217,7 +217,7 @@ def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Pl
     Args:
         like: a planner of the same program, whose sharded programs are used on.
     """
-    one = replace(cluster, nodes=1, devices_per_node=1, host_memory_bytes=None)
+    one = replace(cluster.kinds[0], nodes=1, devices_per_node=1, host_memory_bytes=None, devices_per_host=None)
     free = program.symbolic and program.mode != GENERATE  # else each other size is a trace, or another window
     size = program.batch if program.of_one_size else given.microbatch_size  # the rows of all replicas are one trace's
     pins = PlanConstraints(

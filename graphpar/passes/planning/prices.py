@@ -38,7 +38,7 @@ from graphpar.passes.planning.constraints import exported_precision
 from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.space import Space
-from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
+from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings, balanced
 from graphpar.passes.sharding.expert_room import divides_rows
 from graphpar.passes.sharding.shard import Sharded, in_chunks
 from graphpar.passes.split import positions_of
@@ -239,26 +239,38 @@ class CandidatePrices:
         state, rows = (candidate.zero, candidate.reshard), candidate.microbatch_size
         key = candidate.mesh, state, rows, candidate.split_points, self._joined(candidate), candidate.overlap_tp
         if key not in self._balancers:
-            self._balancers[key] = StageBalancer(self.known(candidate).bytes.fixed_runs, self.savings(candidate))
+            pricing = self.known(candidate)
+            savings = [self.savings(candidate, rank) for rank in range(candidate.mesh.pp)]
+            self._balancers[key] = StageBalancer(pricing.bytes.fixed_runs, savings)
         return self._balancers[key]
 
-    def savings(self, candidate: Candidate) -> UnitSavings:
-        """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups."""
+    def savings(self, candidate: Candidate, rank: int | None = None) -> UnitSavings:
+        """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups. ``rank``: on
+        devices of a pp rank, where there are several kinds; None: at best.
+        """
         compute, rows = program_mesh(self.program, candidate.mesh), candidate.microbatch_size
         groups, how = self.known(candidate).groups, (self._joined(candidate), candidate.overlap_tp)
-        key = compute, groups, rows, candidate.split_points, how
+        on = None if rank is None or not self.cluster.groups else self.known(candidate).kinds_of_ranks[rank]
+        key = compute, groups, rows, candidate.split_points, how, on
         if key not in self._savings:
-            pricing = functools.partial(self.known, candidate)
+
+            def pricing(kind: int) -> Pricing:
+                found = self.known(candidate, kind)
+                return found if on is None or rank is None else found.on(rank)
+
             running = functools.partial(self._running, candidate)
             self._savings[key] = UnitSavings(len(self.recomputed(candidate)), pricing, running, rows)
         return self._savings[key]
 
     def balanced(self, candidate: Candidate, stages: int) -> tuple[int, ...]:
         """Return the first unit of each of so many stages, memory aside."""
-        prices = self.known(candidate).stage_prices(candidate.microbatch_size)
-        if prices not in self._equal:
-            self._equal[prices] = EqualStages(prices)
-        found = self._equal[prices].balanced(stages)
+        pricing, tables = self.known(candidate), []
+        for rank in pricing.ranks_of(candidate.schedule, stages):
+            prices = pricing.on(rank).stage_prices(candidate.microbatch_size)
+            if prices not in self._equal:
+                self._equal[prices] = EqualStages(prices)
+            tables.append(self._equal[prices])
+        found = balanced(tables)
         assert found is not None
         return found
 
@@ -289,14 +301,13 @@ class CandidatePrices:
             self._together[key] = pricing.kept_together(layout)
         return self._together[key]
 
-    def room(self, pricing: Pricing) -> float:
-        """Return the bytes of a device, and what tables of runs count twice."""
-        return pricing.bytes.room(self.cluster.room_bytes)
+    def rooms(self, pricing: Pricing) -> list[float]:
+        """Return the bytes of the device of each pp rank, and what tables of runs count twice."""
+        return [pricing.bytes.room(room) for room in pricing.rooms]
 
     def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
         """Return by how many bytes each rank exceeds a device; not positive where it fits."""
-        room = self.cluster.room_bytes
-        return [nbytes - room for nbytes in pricing.totals(layout)]
+        return [nbytes - room for nbytes, room in zip(pricing.totals(layout), pricing.rooms)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from graphpar.cost_models.kept_plans import KeptPlan, KeptPlans
 from graphpar.ir.program import Program
 from graphpar.passes.kernel_dropout import with_dropout
+from graphpar.passes.normalize.coupled import is_coupled
 from graphpar.passes.planning.bounds import StepBounds
 from graphpar.passes.planning.candidates import (
     Bounded,
@@ -353,9 +354,10 @@ class Planner:
             kept.append(
                 KeptPlan(each.candidate.mesh, each.layout, pricing.execution, each.recompute, pricing.units, others)
             )
-        first, train = plans[0].candidate, self.program.mode == TRAIN
-        batch = first.microbatch_size * first.microbatches * first.mesh.replicas
-        return KeptPlans(self.cluster, batch, self.prices.dtype, train, self.program.symbolic, tuple(kept))
+        return KeptPlans(
+            self.cluster, self.space.batch, self.prices.dtype, self.program.mode == TRAIN, symbolic=self.program.symbolic,
+            splits=self.space.splits, coupled=is_coupled(self.program), plans=tuple(kept),
+        )  # fmt: skip
 
     def _ranked(self, found: Explored) -> list[Priced]:
         """Return the plans of a search so far that fit when every microbatch is simulated, the fastest first, with their stages moved."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.normalize.coupled import program_mesh
+from graphpar.passes.normalize.coupled import is_coupled, program_mesh
 from graphpar.passes.planning.candidates import Candidate
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
@@ -114,7 +114,7 @@ class Space:
         sent: frozenset[int] = frozenset()
         if free:
             experts = frozenset() if "ep" in self.pinned else experts_of(self.program)
-            if not self.program.couplings and self.program.unsplittable is None:
+            if not is_coupled(self.program):
                 sent = frozenset(exchangeable(self.program).values())
             able = {"dp_expert": bool(sent), "cp": True, "ep": bool(experts)}
             free += tuple(axis for axis, helps in able.items() if helps and axis not in self.pinned)
@@ -122,9 +122,17 @@ class Space:
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
+        one_kind = [mesh for mesh in found if self.cluster.kinds_of_stages(mesh.pp, mesh.size // mesh.pp) is not None]
+        if not one_kind:
+            sizes = [each.size for each in self.cluster.groups]
+            held = ", ".join(f"{each.size} of {each.device.name}" for each in self.cluster.groups)
+            raise GraphparError(
+                f"A stage runs on equal devices, and {self.cluster} has {held}: take a pp whose stages have a number of ranks that divides "
+                f"these, so {self.cluster.size // math.gcd(*sizes)} or a multiple."
+            )
         legal = [
             mesh
-            for mesh in found
+            for mesh in one_kind
             if (mesh.shards > 1 or not self.pins.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
@@ -178,7 +186,7 @@ class Space:
                     compiled = self._compiles(schedule)
                     for count in counts:
                         size = rows // count
-                        if (count == 1 or self._splits) and self.pins.microbatch_size in (None, size):
+                        if (count == 1 or self.splits) and self.pins.microbatch_size in (None, size):
                             for overlap in overlaps:
                                 yield Candidate(
                                     mesh, schedule, depth, size, count, split_points, zero, reshard, overlap, compiled
@@ -191,7 +199,7 @@ class Space:
         return self._compiled[schedule]
 
     @functools.cached_property
-    def _splits(self) -> bool:
+    def splits(self) -> bool:
         """Whether the batch can be split into microbatches."""
         return coupling_reason(self.program, self.pins) is None
 

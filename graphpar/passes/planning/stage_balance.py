@@ -188,7 +188,7 @@ class EqualStages:
         own = [prices.stage(place, place + 1) for place in range(prices.count)]
         seconds = np.array([cost.forward + cost.backward for cost in own])
         least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
-        self._seconds = np.asfortranarray(
+        self.seconds = np.asfortranarray(
             _range_sums(np.round(seconds / least)) * least if least else _range_sums(seconds)
         )
         self._reaches: list[_Reach] = []
@@ -196,8 +196,17 @@ class EqualStages:
     def balanced(self, stages: int) -> tuple[int, ...] | None:
         """Return the first unit of each stage; ties go to the earliest starts."""
         while len(self._reaches) < stages:
-            self._reaches.append(_further(self._reaches[-1] if self._reaches else None, self._seconds))
+            self._reaches.append(_further(self._reaches[-1] if self._reaches else None, self.seconds))
         return _best(self._reaches[:stages])[1]
+
+
+def balanced(tables: Sequence[EqualStages]) -> tuple[int, ...] | None:
+    """Return the first unit of each stage, of which ``tables`` has one for each; where they differ, so do stages' devices."""
+    if len(set(tables)) == 1:
+        return tables[0].balanced(len(tables))
+    reach: _Reach | None = None
+    reaches = [reach := _further(reach, each.seconds) for each in tables]
+    return _best(reaches)[1]
 
 
 class StageBalancer:
@@ -205,41 +214,40 @@ class StageBalancer:
 
     Args:
         fixed: gives the bytes of every run of units that do not depend on the microbatch.
-        savings: of the units.
+        savings: of the units, on the devices of each stage.
     """
 
-    def __init__(self, fixed: Callable[[], Array], savings: UnitSavings) -> None:
+    def __init__(self, fixed: Callable[[], Array], savings: Sequence[UnitSavings]) -> None:
         self._fixed_runs, self._savings = fixed, savings
-        self._known: dict[tuple[tuple[float, ...], float, int], tuple[float, tuple[int, ...] | None]] = {}
+        self._known: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, tuple[int, ...] | None]] = {}
 
     @cached_property
     def _fixed(self) -> Array:
         return self._fixed_runs()
 
-    def within(self, alive: Sequence[float], room: float, messages: int = 1) -> tuple[float, tuple[int, ...] | None]:
+    def within(self, alive: Sequence[float], rooms: Sequence[float]) -> tuple[float, tuple[int, ...] | None]:
         """Return a lower bound of the slowest stage's seconds, and the first unit of each stage there; ``inf`` where none fit.
 
         Args:
             alive: microbatches in flight on each stage.
-            room: bytes that a stage may take.
-            messages: how many microbatches of messages between stages are kept.
+            rooms: bytes that each stage may take.
         """
-        key = tuple(alive), room, messages
+        key = tuple(alive), tuple(rooms)
         if key not in self._known:
-            costs: dict[float, Array] = {}  # not kept: each is a table of every run of units
+            costs: dict[tuple[float, float, UnitSavings], Array] = {}  # not kept: each is a table of every run of units
             reaches: list[_Reach] = []
-            for each in alive:
+            for each in zip(alive, rooms, self._savings):
                 if each not in costs:
-                    costs[each] = self._within(each, room, messages)
+                    costs[each] = self._within(*each)
                 reaches.append(_further(reaches[-1] if reaches else None, costs[each]))
             self._known[key] = _best(reaches)
         return self._known[key]
 
-    def _within(self, alive: float, room: float, messages: int) -> Array:
+    def _within(self, alive: float, room: float, savings: UnitSavings) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
-        savings, table = self._savings, self._savings.first
+        table = savings.first
         best = np.full(table.kept.shape, np.inf)
-        fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
+        fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + table.message - room
         for cap in savings.caps:
             left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
             seconds = savings.least_runs

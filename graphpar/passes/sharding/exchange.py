@@ -27,6 +27,7 @@ from graphpar.operators.placement import Context, operands_of, results_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import placements
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.coupled import is_coupled
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.expert_modules import expert_modules
 from graphpar.passes.sharding.experts import first_dim
@@ -116,7 +117,7 @@ def check_experts(program: Program, degree: int) -> None:
             raise GraphparError(
                 f"Mesh {AXIS}={degree}: {name} has {count} experts, which {degree} ranks can't share evenly."
             )
-    if program.couplings or program.unsplittable is not None:
+    if is_coupled(program):
         raise GraphparError(
             f"Mesh {AXIS}={degree}: examples of {program.name} depend on each other, so its operators are placed on the axes of replicas, "
             "which this axis does not support; use ep."

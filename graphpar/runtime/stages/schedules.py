@@ -8,7 +8,7 @@ ZBVZeroBubble, DualPipeV                        two stages a rank, stage i on ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -175,7 +175,48 @@ def _act_on_state(schedule: Schedule, stages: list[PipelineStage]) -> None:
 
 
 class Stage(Boundaries, PipelineStage):
-    """torch's stage, whose split backward may return gradients that can't be sent, or give one tensor to two parameters."""
+    """torch's stage, with two changes.
+
+    Its split backward may return gradients that can't be sent, or give one tensor to two parameters. And its buffers for what is received,
+    one for each microbatch of a step and direction, have memory only from when a message is awaited to when it is taken: an activation
+    then lives until its backward, a gradient as long as its backward runs.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **options)
+        for received in self.args_recv_info.values():
+            _take_memory(received)
+        return made
+
+    def _create_grad_recv_info(self, *args: Any, **options: Any) -> Any:
+        made = super()._create_grad_recv_info(*args, **options)
+        _take_memory(made)
+        return made
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Begin to receive what enters the stage."""
+        _give_memory(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Begin to receive the gradients of what left the stage."""
+        _give_memory(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of what left the stage from the next one, on this rank; torch writes zeros where there are none."""
+        _give_memory(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        _take_memory(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        _take_memory(self.grad_recv_info[bwd_chunk_id])
+        return found
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -187,6 +228,20 @@ class Stage(Boundaries, PipelineStage):
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # later microbatches are added in place
         return tuple(each.contiguous() if isinstance(each, Tensor) else each for each in received), groups
+
+
+def _take_memory(infos: Iterable[Any]) -> None:
+    """Let one element stand for each message, with its sizes and dtype."""
+    for info in infos:
+        if isinstance(buffer := getattr(info, "buffer", None), Tensor):
+            info.buffer = buffer.new_empty(()).expand(buffer.shape).requires_grad_(buffer.requires_grad)
+
+
+def _give_memory(infos: Iterable[Any]) -> None:
+    """Give memory to the messages that are about to arrive."""
+    for info in infos:
+        if isinstance(buffer := getattr(info, "buffer", None), Tensor):
+            info.buffer = buffer.new_empty(buffer.shape).requires_grad_(buffer.requires_grad)
 
 
 class ShardedStage(Stage):

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cost_models.estimates import Layout
-from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.cluster import Cluster, Pod
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.candidates import Point, pareto_front
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.search import Planner
 from graphpar.runtime.option_kinds import AUTO
-from tests.passes.planning.test_never_worse import faster
 from tests.passes.planning.test_planner import program_of, small
 from tests.tools.every_plan import EveryPlan
-from tests.tools.plan_prices import StepPrices, in_all
+from tests.tools.plan_prices import StepPrices, arriving, in_all
 from tests.tools.samples import drawn
 
 WIDTH, LENGTH = 32, 16
@@ -116,7 +115,8 @@ PINS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A program, a cluster and what is pinned; ``share`` of the memory that the fastest plan without recomputation needs."""
+    """A program, a cluster and what is pinned; ``share`` of the memory that the fastest plan without recomputation needs; ``pod``: of how
+    many nodes, with a tenth of the rate outside."""
 
     name: str
     nodes: tuple[int, int]
@@ -125,6 +125,7 @@ class Case:
     share: float = 100.0
     slow: float = 1.0
     launch_s: float = 1e-7
+    pod: int = 0
 
     @staticmethod
     def drawn(seed: int) -> Case | None:
@@ -156,8 +157,10 @@ class Case:
 
     def planner(self, room: float, **pins: Any) -> Planner:
         cluster = Cluster.of(small(room, self.launch_s), *self.nodes)
-        links = {name: faster(getattr(cluster, name), self.slow) for name in ("intra_node", "inter_node")}
+        links = {name: getattr(cluster, name).times(self.slow) for name in ("intra_node", "inter_node")}
         cluster = replace(cluster, **links)  # type: ignore[arg-type]
+        if self.pod:
+            cluster = replace(cluster, pods=(Pod(self.pod, cluster.inter_node.times(0.1)),))
         fixed = {"cluster": cluster, "mesh": self.mesh, "overlap_tp": False, "compile": False}
         return Planner(self.program, PlanConstraints(**(fixed | self.asked | pins)))
 
@@ -319,9 +322,10 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
     for first, after in itertools.combinations(range(len(units) + 1), 2):
         plain = prices.stage(units[first:after], rows, True)
         held = balancer._fixed[first, after] + planner.prices.savings(candidate).first.message[first, after]
+        received = arriving([units[:first], units[first:after]], 1, rows) if first else 0
         for choice in every.choices(way, first, after):
-            room = held + in_all(0, 0, choice.kept, choice.on_top) + 1
-            bound = balancer._within(1.0, room, 1)[first, after]
+            room = held + in_all(0, 0, choice.kept + received, choice.on_top) + 1
+            bound = balancer._within(1.0, room)[first, after]
             seconds = plain.forward + plain.backward + choice.more
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)

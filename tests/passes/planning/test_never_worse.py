@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import Link
 from graphpar.passes.planning.candidates import SearchResult
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.search import Planner
@@ -35,11 +34,6 @@ def seconds(result: SearchResult) -> float:
 def least_s(result: SearchResult) -> float:
     """No plan of the search takes fewer seconds."""
     return float("inf") if result.best is None else min(seconds(result), result.lower_bound_s)
-
-
-def faster(link: Link, times: float) -> Link:
-    pair = None if link.pair_bytes_per_s is None else times * link.pair_bytes_per_s
-    return replace(link, bytes_per_s=times * link.bytes_per_s, pair_bytes_per_s=pair)
 
 
 def peak(name: str, cluster: Cluster) -> int:
@@ -76,7 +70,7 @@ def test_faster_links(name: str, nodes: tuple[int, int], which: str) -> None:
     from those of steps, so faster links of their own may have placements that take a little longer."""
     cluster, planner, times = Cluster.of(small(), *nodes), None, []
     for faster_by in (1e-4, 1e-2, 1, 100):
-        links = replace(cluster, **{which: faster(getattr(cluster, which), faster_by)})  # type: ignore[arg-type]
+        links = replace(cluster, **{which: getattr(cluster, which).times(faster_by)})  # type: ignore[arg-type]
         planner = Planner(program_of(name), PlanConstraints(cluster=links, recompute=AUTO), like=planner)
         times.append(seconds(planner.search()))
 
