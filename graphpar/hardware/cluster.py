@@ -275,7 +275,8 @@ class Cluster:
         host = {} if self.host_memory_bytes is None else {"host_memory_bytes": self.host_memory_bytes}
         free = {} if self.headroom is None else {"headroom": self.headroom}
         if self.groups:
-            return {"groups": [each.to_json() for each in self.groups], **free}
+            kind = {"kind": self.device.kind}  # for what reads no more of a plan
+            return {"device": kind, "groups": [each.to_json() for each in self.groups], **free}
         pods = [{"nodes": pod.nodes, "rails": pod.rails} | _figures(pod.link) for pod in self.pods]
         return {
             "nodes": self.nodes,
@@ -299,12 +300,16 @@ class Cluster:
             GraphparError: a field is missing, unknown or out of range; the message names it.
         """
         if "groups" in data:
-            _check_fields(data, {"groups", "headroom"}, {"groups"})
+            _check_fields(data, {"device", "groups", "headroom"}, {"groups"})
             if not isinstance(data["groups"], list) or not all(isinstance(each, Mapping) for each in data["groups"]):
                 raise GraphparError(
                     "groups must be a list of tables with nodes, devices_per_node and device, in the order of ranks."
                 )
-            return replace(Cluster.mixed(list(map(Cluster.from_json, data["groups"]))), headroom=data.get("headroom"))
+            made = Cluster.mixed(list(map(Cluster.from_json, data["groups"])))
+            kind = {"kind": made.device.kind}
+            if data.get("device", kind) != kind:
+                raise GraphparError("groups have devices of their own; leave the field 'device' out.")
+            return replace(made, headroom=data.get("headroom"))
         _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}

@@ -109,7 +109,9 @@ class StepBounds:
             return candidate.bound
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         split = get_schedule(candidate.schedule).splits_backward
-        costs = [pricing.stage_seconds(*stage, candidate.microbatch_size) for stage in pricing.stages_of(layout)]
+        stages = pricing.stages_of(layout)
+        on = [pricing.on(rank) for rank in pricing.ranks_of(candidate.schedule, len(stages))]
+        costs = [each.stage_seconds(*stage, candidate.microbatch_size) for each, stage in zip(on, stages)]
         before = itertools.accumulate((cost.forward + (0.0 if split else cost.backward) for cost in costs), initial=0.0)
         own = [
             sum(costs[place].forward + costs[place].backward for place in places) for places in pricing.places(layout)

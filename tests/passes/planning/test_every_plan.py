@@ -325,7 +325,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
         received = arriving([units[:first], units[first:after]], 1, rows) if first else 0
         for choice in every.choices(way, first, after):
             room = held + in_all(0, 0, choice.kept + received, choice.on_top) + 1
-            bound = balancer._within(1.0, room)[first, after]
+            bound = balancer._within(1.0, room, planner.prices.savings(candidate))[first, after]
             seconds = plain.forward + plain.backward + choice.more
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)

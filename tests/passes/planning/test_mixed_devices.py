@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from graphpar.passes.planning.prices import estimate_plan, pricing_of
 from graphpar.passes.planning.search import Planner
 from graphpar.report.data import report_data
 from graphpar.report.page import html
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.rendezvous import read_plan
 from tests.passes.planning.test_planner import planner_of, small
 from tests.passes.planning.test_pods import Block
 
@@ -218,3 +221,10 @@ def test_reports_and_launch_files_name_the_kinds(program: gp.Program) -> None:
     assert (
         "torchrun numbers nodes in the order of their names: first 1 of fast, then 2 of slow.\n" in files["launch.sh"]
     )
+
+
+def test_a_program_knows_what_it_runs_on(program: gp.Program, tmp_path: Path) -> None:
+    gp.partition(program, gp.plan(program, MIX, mesh={"pp": 3})).save(tmp_path / "out")
+    assert load_manifest(tmp_path / "out").device_kind == read_plan(tmp_path / "out")[0] == "cuda"
+    with pytest.raises(gp.GraphparError, match="groups have devices of their own; leave the field 'device' out"):
+        Cluster.from_json({**MIX.to_json(), "device": "A100"})
