@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphpar.runtime.checkpoints.checkpoint import Checkpoint
+    from graphpar.runtime.checkpoints.weight_transfer import Peers
     from graphpar.runtime.distributed import Ranks, StopSignal, start
     from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
     from graphpar.runtime.generation.prompts import text_file
@@ -29,6 +30,7 @@ _MODULES = {
     "Log": "training.log",
     "Manifest": "manifest",
     "PackedDataset": "training.packing",
+    "Peers": "checkpoints.weight_transfer",
     "Pipeline": "pipeline",
     "RandomExamples": "training.loop",
     "Ranks": "distributed",
@@ -58,6 +60,7 @@ __all__ = [
     "Log",
     "Manifest",
     "PackedDataset",
+    "Peers",
     "Pipeline",
     "RandomExamples",
     "Ranks",

@@ -68,6 +68,7 @@ class Pipeline(Stored):
             why, and they run. Gradients are then in memory that the next step writes. A CPU replays a list of calls, more slowly.
 
     Attributes:
+        weights_version: the number with which weights were last received; None where they arrived in part.
         captured: with ``cuda_graphs``, why steps are not captured, if so, and how many were replayed.
 
     Raises:
@@ -87,6 +88,7 @@ class Pipeline(Stored):
         self.seed = seed
         self.stop: StopSignal | None = None  # of the loop; clip_grad_norm_ sums with the norm whether a rank is to end
         self.steps_done = 0
+        self.weights_version: int | None = 0
         self.rank = dist.get_rank()
         with agreed():
             self.program = load_manifest(folder)
@@ -267,6 +269,7 @@ class Pipeline(Stored):
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
+        self._check_weights()
         self._places.check()
         at(step=self.steps_done if step is None else step)
         batches = together(self.program, batch, training=True)
@@ -529,6 +532,7 @@ class Pipeline(Stored):
             RuntimeProgramError: on all ranks: the program is for something else, or a prompt does not fit.
         """
         self._check_mode("generate", GENERATE)
+        self._check_weights()
         self.synchronize()
         with torch.no_grad():
             given = self.seed if seed is None else seed
@@ -550,6 +554,7 @@ class Pipeline(Stored):
 
     def _forward(self, batch: Any, step: int, asked: ModelOutputs) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several, and what is asked for besides."""
+        self._check_weights()
         self.synchronize()
         found: list[dict[str, Tensor] | None] = []
         with torch.no_grad(), asked:

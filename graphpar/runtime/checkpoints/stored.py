@@ -19,6 +19,7 @@ from graphpar.runtime.checkpoints import checkpoint
 from graphpar.runtime.checkpoints.adapters import Adapters
 from graphpar.runtime.checkpoints.folders import is_in
 from graphpar.runtime.checkpoints.saved_state import State
+from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, transfer
 from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
@@ -44,6 +45,7 @@ class Stored:
     device: torch.device
     seed: int
     steps_done: int
+    weights_version: int | None
     has_last_stage: bool
     _feed: Feed
     _gradients: Gradients
@@ -79,6 +81,7 @@ class Stored:
             values = initial_values(build or model_of(self.program), self.seed, names, group, self.device)
             fill_all(self.stages, values, self.program, self.groups.place, self._parameters.put)
             self._parameters.written()
+        self.weights_version = 0
         with agreed():
             check_replicas(self.stages, self.program, self.groups, self._parameters.pieces)
 
@@ -107,6 +110,7 @@ class Stored:
         put, draw = self._parameters.put, lambda: self.adapters.draw(self.seed)
         load_all(self.stages, source, self.program, self.groups, put, draw, strict=strict)
         self._parameters.written()
+        self.weights_version = 0
         with agreed():
             check_replicas(self.stages, self.program, self.groups, self._parameters.pieces)
 
@@ -123,6 +127,53 @@ class Stored:
         self, path: Path, join: Callable[[Mapping[str, Unread]], object], names: Collection[str] | None
     ) -> None:
         checkpoint.save_whole(self._saver, self._state(None), path, join, names)
+
+    def send_weights(self, to: Stored | Peers, *, version: int | None = None, strict: bool = True) -> Transfer:
+        """Give another program of this model this one's weights; a collective call of both.
+
+        Each process receives what it needs and does not have, in the narrower dtype of the two, and nobody has a whole tensor. Of adapters
+        that the other program does not have, the products are added to the weights that are sent.
+
+        Args:
+            to: a pipeline of the same processes; or the ranks of another launch, which call :meth:`receive_weights`.
+            version: a number that the receiver keeps as ``weights_version``; by default the steps that this pipeline has done.
+            strict: False: leave out what the other program does not have, such as the head of a value.
+
+        Raises:
+            RuntimeProgramError: in all processes: the programs are of different models, or a trained parameter would be rounded.
+        """
+        self._check_unmerged("send_weights")
+        number = self.steps_done if version is None else version
+        if isinstance(to, Peers):
+            to.check(sends=True)
+            return transfer(to.channel, self._state(None), None, number, strict)
+        return to._receive(all_ranks(self.device), self._state(None), number, strict)
+
+    def receive_weights(self, peers: Peers) -> Transfer:
+        """Take the weights that another launch sends with :meth:`send_weights`; a collective call of both.
+
+        Should it fail on the way, this pipeline has weights of two steps, and runs no forward before others were received or loaded.
+        """
+        peers.check(sends=False)
+        return self._receive(peers.channel, None, 0, True)
+
+    def _receive(self, channel: Channel, sender: State | None, version: int, strict: bool) -> Transfer:
+        self._check_unmerged("receive_weights")
+        state, before = self._state(None), self.weights_version
+        self.weights_version = None
+        try:
+            found = transfer(channel, sender, state, version, strict)
+        except RuntimeProgramError:  # before anything was sent
+            self.weights_version = before
+            raise
+        self.weights_version = found.version
+        return found
+
+    def _check_weights(self) -> None:
+        if self.weights_version is None:
+            raise RuntimeProgramError(
+                "weights were on their way when their sender failed, so this pipeline has some of two steps; receive or load them again"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers (its shards of them), by the user's names.
@@ -222,6 +273,7 @@ class Stored:
             self._scale.take(progress.scale)
         self.seed = self._feed.seed = progress.seed
         self.steps_done = progress.steps_done
+        self.weights_version = loaded.step
         if optimizer is not None and progress.schedule is not None:
             self._optimizers.loaded(optimizer, progress.schedule, loaded.step)
         return loaded

@@ -147,7 +147,7 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _known_as(name: str, program: Manifest, tied: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def known_as(name: str, program: Manifest, tied: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The names that a tensor may have in a file of weights."""
     names = (name, *tied.get(name, ()))
     base = (base_name(each) for each in names if program.adapters and base_name(each) != each)
@@ -181,7 +181,7 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest, *, st
             not know.
     """
     tied = names_by_tie(program.ties)
-    required = {name: _known_as(name, program, tied) for name in without_adapters(names, path, program)}
+    required = {name: known_as(name, program, tied) for name in without_adapters(names, path, program)}
     known = {other for others in required.values() for other in others}
     with WeightFile(path) as file:
         unknown = [name for name in file if name not in known]
@@ -211,7 +211,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
         held = module.state_dict(keep_vars=True)
         required = {name: held[name] for name in without_adapters(held, path, program)}
         for name in required:
-            source = next((other for other in _known_as(name, program, tied) if other in file), None)
+            source = next((other for other in known_as(name, program, tied) if other in file), None)
             if source is None:
                 missing.append(name)
             else:
@@ -281,7 +281,7 @@ def check_file(path: str | Path, stages: Sequence[nn.Module], program: Manifest)
     tied = names_by_tie(program.ties)
     with WeightFile(path) as file:
         required = without_adapters(held, path, program)
-        keys = {name: next(other for other in _known_as(name, program, tied) if other in file) for name in required}
+        keys = {name: next(other for other in known_as(name, program, tied) if other in file) for name in required}
         _check_shapes({name: held[name] for name in required}, keys, file, program)
 
 

@@ -1,0 +1,270 @@
+"""Weights that move from the ranks of one program to those of another: which rank sends which box of which tensor to which.
+
+    senders    pp 2 x tp 2   rank 0: weight [0:4, 0:4], rank 1: weight [4:8, 0:4]      fp32
+    receivers  tp 4          rank 0: weight [0:2, 0:4], rank 1: weight [2:4, 0:4], ... bf16
+    moves      0 ──[0:2]──► 0 (a copy, where it is one process), 0 ──[2:4]──► 1, 1 ──[4:6]──► 2, 1 ──[6:8]──► 3
+
+Each process receives each element that it needs and does not have once, in the narrower of the two dtypes: no plan moves fewer bytes. Of
+several ranks that have it, one on the receiver's own node sends it, and these take turns. Nobody has a whole tensor meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphpar.runtime.checkpoints.saved_state import may_become
+from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
+from graphpar.runtime.checkpoints.weights import listed
+from graphpar.runtime.errors import RuntimeProgramError
+
+BUCKET_BYTES = 64 * 2**20
+"""The most bytes that a message has."""
+
+
+class Region(NamedTuple):
+    """A box of a whole tensor, without its values: where it begins, and its sizes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.sizes)
+
+    def common(self, other: Region) -> Region | None:
+        """Return what is in both; None where nothing is."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = [
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(end - begin for begin, end in zip(begins, ends))
+        return Region(begins, sizes) if all(size > 0 for size in sizes) else None
+
+    def without(self, inner: Region) -> Iterator[Region]:
+        """Yield the rest of it in boxes, without one inside it."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (begin, size) in enumerate(zip(inner.offsets, inner.sizes)):
+            before, after = begin - offsets[dim], offsets[dim] + sizes[dim] - begin - size
+            for at, length in ((offsets[dim], before), (begin + size, after)):
+                if length:
+                    rest = Region(tuple(offsets), tuple(sizes))
+                    yield Region(_with(rest.offsets, dim, at), _with(rest.sizes, dim, length))
+            offsets[dim], sizes[dim] = begin, size
+
+    def pieces(self, most: int) -> Iterator[Region]:
+        """Yield it in pieces of at most so many elements, in order."""
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if self.numel <= most or dim is None:
+            yield self
+            return
+        each = max(1, most // (self.numel // self.sizes[dim]))
+        for begin in range(0, self.sizes[dim], each):
+            length = min(each, self.sizes[dim] - begin)
+            part = Region(_with(self.offsets, dim, self.offsets[dim] + begin), _with(self.sizes, dim, length))
+            yield from part.pieces(most)
+
+    def of(self, box: Box) -> Tensor:
+        """Return a view of the values of a box that it is inside."""
+        view = box.values
+        for dim, (begin, start, size) in enumerate(zip(self.offsets, box.offsets, self.sizes)):
+            view = view.narrow(dim, begin - start, size)
+        return view
+
+
+def _with(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process has, or needs, of a tensor: disjoint regions of it.
+
+    Attributes:
+        names: all names of the tensor, of a program's model and of files of it.
+        rounds: whether values may be rounded to ``dtype``: not those of a parameter that is trained.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: tuple[Region, ...]
+    rounds: bool = True
+
+    @staticmethod
+    def of(entry: Entry, names: Sequence[str]) -> Held:
+        """Describe a rank's boxes of a tensor, of equal ones the first."""
+        regions = dict.fromkeys(region_of(box) for box in entry.boxes)
+        own = tuple(each for each in regions if each.numel)
+        return Held(tuple(names), entry.shape, entry.dtype, own)
+
+
+def region_of(box: Box) -> Region:
+    """Return where a box is."""
+    return Region(tuple(box.offsets), tuple(box.values.shape))
+
+
+@dataclass(frozen=True)
+class Move:
+    """Values that go from one process to another; within one they are copied. Names are those of each side."""
+
+    source: int
+    target: int
+    sent: str
+    received: str
+    region: Region
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its message."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """What moves from senders to receivers.
+
+    Args:
+        senders: of each process what it has, by name; nothing of those that only receive.
+        receivers: of each process what it needs, by name.
+        nodes: where each process is.
+    """
+
+    senders: Sequence[Mapping[str, Held]]
+    receivers: Sequence[Mapping[str, Held]]
+    nodes: Sequence[str]
+    strict: bool = True
+    _names: dict[str, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found = {name: held for own in self.senders for name, held in own.items()}
+        known = {each: name for name, held in found.items() for each in held.names} | {name: name for name in found}
+        needed = {name: held for own in self.receivers for name, held in own.items()}
+        for name, held in needed.items():
+            sent = next((known[each] for each in (name, *held.names) if each in known), None)
+            if sent is not None:
+                self._names[name] = sent
+        missing = [name for name in needed if name not in self._names]
+        extra = sorted(found.keys() - set(self._names.values())) if self.strict else []
+        if missing or extra:
+            parts = [f"nobody sends {listed(missing)}"] if missing else []
+            parts += [f"nobody receives {listed(extra)}; strict=False leaves that out"] if extra else []
+            raise RuntimeProgramError(f"the two programs are not of one model: {' and '.join(parts)}")
+        for name, sent in self._names.items():
+            _check_same(name, needed[name], found[sent])
+
+    def to(self, target: int, names: Collection[str] | None = None) -> Iterator[Move]:
+        """Yield what a process receives or copies of the tensors that senders call ``names``, by default of all, in order."""
+        for place, (name, held) in enumerate(sorted(self.receivers[target].items())):
+            sent = self._names[name]
+            if names is None or sent in names:
+                yield from self._moves(target, name, held, sent, place)
+
+    def _moves(self, target: int, name: str, held: Held, sent: str, place: int) -> Iterator[Move]:
+        holders = self._holders[sent]
+        other = self._dtypes[sent]
+        dtype = min(held.dtype, other, key=lambda each: each.itemsize) if held.dtype != other else other
+        left = list(held.regions)
+        # What this process has itself first, then what its node has.
+        order = sorted(holders, key=lambda region: self._distance(target, holders[region]))
+        for region in order:
+            source = self._sender(target, holders[region], place)
+            rest: list[Region] = []
+            for each in left:
+                inside = each.common(region)
+                if inside is None:
+                    rest.append(each)
+                    continue
+                yield Move(source, target, sent, name, inside, dtype)
+                rest += each.without(inside)
+            left = rest
+        if left:
+            raise RuntimeProgramError(f"nobody has {_text(left[0])} of {sent}, which process {target} needs")
+
+    def _distance(self, target: int, holders: Sequence[int]) -> int:
+        if target in holders:
+            return 0
+        return 1 if any(self.nodes[each] == self.nodes[target] for each in holders) else 2
+
+    def _sender(self, target: int, holders: Sequence[int], place: int) -> int:
+        """Choose who sends: the process itself, else one of its node, else one of all; each in its turn."""
+        if target in holders:
+            return target
+        near = [each for each in holders if self.nodes[each] == self.nodes[target]] or holders
+        return near[(target + place) % len(near)]
+
+    @cached_property
+    def _holders(self) -> dict[str, dict[Region, list[int]]]:
+        found: dict[str, dict[Region, list[int]]] = {}
+        for process, own in enumerate(self.senders):
+            for name, held in own.items():
+                for region in held.regions:
+                    found.setdefault(name, {}).setdefault(region, []).append(process)
+        return found
+
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {name: held.dtype for own in self.senders for name, held in own.items()}
+
+    def of(self, process: int) -> tuple[list[Move], list[Move]]:
+        """Return what a process sends, and what it receives and copies; both in an order that is the same on both sides."""
+        own = self.senders[process].keys()
+        sent = [
+            move
+            for target in range(len(self.receivers))
+            for move in (self.to(target, own) if own and target != process else ())
+            if move.source == process
+        ]
+        return sent, list(self.to(process))
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """The bytes of all messages."""
+        moves = itertools.chain.from_iterable(map(self.to, range(len(self.receivers))))
+        return sum(move.nbytes for move in moves if move.source != move.target)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The fewest bytes that can move: each process must receive what it needs and does not have, in the narrower dtype."""
+        total = 0
+        for process, own in enumerate(self.receivers):
+            for name, held in own.items():
+                sent = self._names[name]
+                had = self.senders[process].get(sent)
+                common = [
+                    inside.numel
+                    for region in held.regions
+                    for other in (() if had is None else had.regions)
+                    if (inside := region.common(other)) is not None
+                ]
+                missing = sum(region.numel for region in held.regions) - sum(common)
+                total += missing * min(held.dtype.itemsize, self._dtypes[sent].itemsize)
+        return total
+
+
+def _text(region: Region) -> str:
+    return f"[{', '.join(f'{begin}:{begin + size}' for begin, size in zip(*region))}]"
+
+
+def _check_same(name: str, needed: Held, sent: Held) -> None:
+    if needed.shape != sent.shape:
+        raise RuntimeProgramError(
+            f"{name} is {list(sent.shape)} where it is sent, and {list(needed.shape)} where it is received"
+        )
+    if not may_become(sent.dtype, needed.dtype, needed.rounds):
+        raise RuntimeProgramError(
+            f"{name} is {_dtype(sent)} where it is sent, and {_dtype(needed)} where it is received, and trained there: it would be rounded"
+        )
+
+
+def _dtype(held: Held) -> str:
+    return str(held.dtype).removeprefix("torch.")

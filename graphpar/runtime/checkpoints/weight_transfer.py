@@ -1,0 +1,344 @@
+"""Weights that are sent while programs run: what :meth:`Pipeline.send_weights` and :meth:`Pipeline.receive_weights` do.
+
+    one launch    training and generating pipelines of the same processes         pipeline.send_weights(generating)
+    two launches  Peers("host:port", sends=True) and Peers("host:port", sends=False)
+                  training.send_weights(peers)  ──messages of each pair of processes──►  generating.receive_weights(peers)
+
+In round k process i sends to process i + k and receives from process i - k, in messages of at most 64 MiB, so a process has no more than
+one of each beside its own values. A message that is one contiguous piece goes from the sender's parameter into the receiver's.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup
+
+from graphpar.runtime.checkpoints.adapters import check_mergeable, merged
+from graphpar.runtime.checkpoints.resharding import BUCKET_BYTES, Held, Move, Region, Resharding, region_of
+from graphpar.runtime.checkpoints.saved_state import State
+from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
+from graphpar.runtime.checkpoints.weights import known_as, names_by_tie
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.option_kinds import TRAIN
+from graphpar.runtime.state.fully_sharded import local
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a transfer of weights moved: the bytes of all messages, the fewest that could be, this process's seconds, and the version."""
+
+    moved_bytes: int
+    least_bytes: int
+    seconds: float
+    version: int
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Processes that exchange weights: their group, this one's number in it, and which of them send and receive."""
+
+    group: ProcessGroup
+    own: int
+    senders: Sequence[int]
+    receivers: Sequence[int]
+    device: torch.device
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return a value of each process; a collective call."""
+        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.group.size())]
+        self.group.allgather([sizes], [torch.tensor([raw.numel()], device=self.device)]).wait()
+        most = int(max(size.item() for size in sizes))
+        padded = torch.cat([raw, raw.new_zeros(most - raw.numel())])
+        found = [torch.empty_like(padded) for _ in sizes]
+        self.group.allgather([found], [padded]).wait()
+        return [pickle.loads(each[: int(size)].cpu().numpy().tobytes()) for each, size in zip(found, sizes)]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise in every process if one has an error; a collective call."""
+        found = self.gathered(None if error is None else str(error))
+        failed = next((text for text in found if text is not None), None)
+        if failed is not None:
+            raise RuntimeProgramError(failed) from error
+
+
+class Peers:
+    """The ranks of two launches, of which one sends weights and the other receives them. Making it is a collective call of both.
+
+    Args:
+        address: ``host:port``, where rank 0 of the sending launch listens.
+        sends: whether this launch sends.
+        device: where this rank computes.
+        timeout_s: how long to wait for the other launch, and for each message.
+
+    Raises:
+        RuntimeProgramError: the other launch does not come.
+    """
+
+    def __init__(
+        self, address: str, *, sends: bool, device: torch.device | str = "cpu", timeout_s: float = 600.0
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise RuntimeProgramError(f"{address!r} is no address; write host:port, such as 10.0.0.1:29600")
+        rank, size, where, timeout = (
+            dist.get_rank(), dist.get_world_size(), torch.device(device), timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        listens = sends and rank == 0
+        sizes = ("sends", "receives")
+        try:
+            self._store = TCPStore(host, int(port), None, listens, timeout, wait_for_workers=False)
+            if rank == 0:
+                self._store.set(sizes[not sends], str(size))
+            senders, receivers = (int(self._store.get(each)) for each in sizes)
+        except (OSError, dist.DistError) as error:
+            other = "receives" if sends else "sends"
+            raise RuntimeProgramError(
+                f"the launch that {other} weights has not come to {address} within {timeout_s:g} s"
+            ) from error
+        own = rank if sends else senders + rank
+        group = _group(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
+        self.sends, ranks = sends, range(senders + receivers)
+        self.channel = Channel(group, own, ranks[:senders], ranks[senders:], where)
+
+    def check(self, *, sends: bool) -> None:
+        """Check that this launch is the one that sends, or the one that receives.
+
+        Raises:
+            RuntimeProgramError: it is the other one.
+        """
+        if sends != self.sends:
+            raise RuntimeProgramError(f"these peers were made with sends={self.sends}; the other launch sends")
+
+
+def _group(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
+    """Make a group of processes of two launches, which no default group of either has."""
+    group = ProcessGroup(store, rank, size)
+    backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend, kind = dist.ProcessGroupNCCL(store, rank, size, options), ProcessGroup.BackendType.NCCL
+    else:
+        backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout), ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
+
+
+def all_ranks(device: torch.device) -> Channel:
+    """Return the channel of this launch's processes, each of which sends and receives."""
+    ranks, group = range(dist.get_world_size()), dist.group.WORLD
+    assert group is not None
+    return Channel(group, dist.get_rank(), ranks, ranks, device)
+
+
+def transfer(
+    channel: Channel, sender: State | None, receiver: State | None, version: int, strict: bool = True
+) -> Transfer:
+    """Move the weights that ``sender`` has into ``receiver``; either is None in a process that has none. A collective call.
+
+    Of a sender with adapters that the receivers do not have, the weights with their products are sent.
+
+    Returns:
+        What moved; of a process that only receives, with the version that was sent.
+
+    Raises:
+        RuntimeProgramError: in all processes, before anything is sent: the programs are of different models.
+    """
+    began, error = time.monotonic(), None
+    sent: dict[str, Entry] = {}
+    taken: dict[str, Entry] = {}
+    try:
+        taken = {} if receiver is None else _entries(receiver)
+    except RuntimeProgramError as found:
+        error = found
+    channel.agree(error)
+    needed = {name: _held(receiver, each) for name, each in taken.items()} if receiver is not None else {}
+    names = {name for own in channel.gathered(tuple(needed)) for name in own}
+    try:
+        sent = {} if sender is None else _sent(sender, names)
+    except RuntimeProgramError as found:
+        error = found
+    channel.agree(error)
+    had = {name: _held(sender, each) for name, each in sent.items()} if sender is not None else {}
+    everyone = channel.gathered((had, needed, socket.gethostname(), version, strict))
+    own, resharding = channel.own, None
+    try:
+        senders, receivers, nodes, versions, stricts = zip(*everyone)
+        resharding = Resharding(senders, receivers, nodes, all(stricts))
+        outgoing, incoming = resharding.of(own)
+    except RuntimeProgramError as found:
+        error = found
+    channel.agree(error)
+    assert resharding is not None
+    with torch.no_grad():
+        for entry in taken.values():
+            _clear_padding(entry)
+        for move in incoming:
+            if move.source == own:
+                _put(taken[move.received], move.region, _view(sent[move.sent], move.region))
+        _exchange(channel, outgoing, [move for move in incoming if move.source != own], sent, taken)
+    if receiver is not None:
+        receiver.parameters.loaded()
+    channel.agree(None)  # so that nobody goes on with values of which others have a part
+    sent_version = versions[channel.senders[0]]
+    return Transfer(resharding.moved_bytes, resharding.least_bytes, time.monotonic() - began, sent_version)
+
+
+def _entries(state: State) -> dict[str, Entry]:
+    return {entry.path[1]: entry for entry in state.model().values()}
+
+
+def _held(state: State, entry: Entry) -> Held:
+    names = known_as(entry.path[1], state.program, names_by_tie(state.program.ties))
+    return replace(Held.of(entry, names), rounds=entry.frozen or state.program.mode != TRAIN)
+
+
+def _sent(state: State, needed: set[str]) -> dict[str, Entry]:
+    """Return what a rank has to send; where nobody needs its adapters, the weights with their products."""
+    found, adapters = _entries(state), state.program.adapters
+    of_adapters = {name for each in adapters for name in (each.a, each.b)}
+    if not adapters or of_adapters & needed:
+        return found
+    check_mergeable(adapters)
+    held = {name: each for stage in state.parameters.stages for name, each in stage.state_dict(keep_vars=True).items()}
+    for name, value in merged(held | state.parameters.values(), state.program, state.groups):
+        first = state.first(name)
+        values, box = local(held[name].detach()), found[first].boxes
+        assert all(each.values.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for each in box)
+        found[first] = replace(
+            found[first], boxes=[Box(each.offsets, _same_place(each.values, values, value)) for each in box]
+        )
+    return {name: entry for name, entry in found.items() if name not in of_adapters}
+
+
+def _same_place(view: Tensor, of: Tensor, value: Tensor) -> Tensor:
+    """Return the view of ``value`` that ``view`` is of ``of``."""
+    return value.contiguous().as_strided(view.shape, view.stride(), view.storage_offset() - of.storage_offset())
+
+
+def _clear_padding(entry: Entry) -> None:
+    """Make the padding beside the boxes of an entry zero."""
+    for tensor in entry.tensors:
+        if sum(box.values.numel() for box in entry.boxes) < sum(each.numel() for each in entry.tensors):
+            tensor.zero_()
+
+
+def _view(entry: Entry, region: Region) -> Tensor:
+    """Return a view of a region of this process's values; it is inside one box."""
+    box = next(each for each in entry.boxes if (inside := region.common(region_of(each))) and inside == region)
+    return region.of(box)
+
+
+def _put(entry: Entry, region: Region, values: Tensor) -> None:
+    """Give all of this process's copies of a region these values."""
+    for box in entry.boxes:
+        inside = region.common(region_of(box))
+        if inside is not None:
+            inside.of(box).copy_(inside.of(Box(region.offsets, values)))
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def _exchange(
+    channel: Channel,
+    outgoing: Sequence[Move],
+    incoming: Sequence[Move],
+    sent: Mapping[str, Entry],
+    taken: Mapping[str, Entry],
+) -> None:
+    count, own = channel.group.size(), channel.own
+    for step in range(1, count):
+        to, source = (own + step) % count, (own - step) % count
+        sends = _messages([move for move in outgoing if move.target == to])
+        receives = _messages([move for move in incoming if move.source == source])
+        for mine, theirs in _together(sends, receives):
+            works, arrived = [], None
+            out = None if mine is None else _packed(mine, sent, channel.device)
+            if theirs is not None:
+                arrived = _room(theirs, taken, channel.device)
+            coalesces = channel.device.type == "cuda"
+            if coalesces:
+                channel.group._start_coalescing(channel.device)
+            if out is not None:
+                works.append(channel.group.send([out], to, 0))
+            if arrived is not None:
+                works.append(channel.group.recv([arrived], source, 0))
+            if coalesces:
+                works = [channel.group._end_coalescing(channel.device)]
+            for work in works:
+                work.wait()
+            if theirs is not None and arrived is not None:
+                _unpack(theirs, arrived, taken)
+
+
+def _together(
+    first: Sequence[list[Move]], second: Sequence[list[Move]]
+) -> Iterator[tuple[list[Move] | None, list[Move] | None]]:
+    for place in range(max(len(first), len(second))):
+        yield (first[place] if place < len(first) else None), (second[place] if place < len(second) else None)
+
+
+def _messages(moves: Sequence[Move]) -> list[list[Move]]:
+    """Divide what goes from one process to another into messages."""
+    found: list[list[Move]] = []
+    room = 0
+    for move in moves:
+        for region in move.region.pieces(max(1, BUCKET_BYTES // move.dtype.itemsize)):
+            piece = replace(move, region=region)
+            if piece.nbytes > room:
+                found.append([])
+                room = BUCKET_BYTES
+            found[-1].append(piece)
+            room -= piece.nbytes
+    return found
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """View contiguous values as bytes: gloo does not know every dtype."""
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _packed(message: Sequence[Move], sent: Mapping[str, Entry], device: torch.device) -> Tensor:
+    parts = [_bytes(_view(sent[move.sent], move.region).to(device, move.dtype).contiguous()) for move in message]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _in_place(message: Sequence[Move], taken: Mapping[str, Entry], device: torch.device) -> Tensor | None:
+    """Return where a message of one piece may arrive, if that is the only place where it is needed."""
+    (move, *others), entry = message, taken[message[0].received]
+    boxes = [box for box in entry.boxes if move.region.common(region_of(box)) is not None]
+    if others or len(boxes) > 1 or entry.dtype != move.dtype:
+        return None
+    view = move.region.of(boxes[0])
+    return _bytes(view) if view.is_contiguous() and view.device == device else None
+
+
+def _room(message: Sequence[Move], taken: Mapping[str, Entry], device: torch.device) -> Tensor:
+    found = _in_place(message, taken, device)
+    return (
+        torch.empty(sum(move.nbytes for move in message), dtype=torch.uint8, device=device) if found is None else found
+    )
+
+
+def _unpack(message: Sequence[Move], arrived: Tensor, taken: Mapping[str, Entry]) -> None:
+    if _in_place(message, taken, arrived.device) is not None:
+        return
+    begin = 0
+    for move in message:
+        values = arrived[begin : begin + move.nbytes].clone().view(move.dtype).view(move.region.sizes)
+        _put(taken[move.received], move.region, values)
+        begin += move.nbytes

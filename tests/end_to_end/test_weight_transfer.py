@@ -1,0 +1,230 @@
+"""Weights that are sent from a program to another while both run: equal to those saved and read, and no byte more than must move."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import graphpar as gp
+from tests.end_to_end.test_checkpoint import EXPERTS, LAYOUTS, MORE
+from tests.ranks import checkpoint_script as fixture
+from tests.ranks import resharding_script
+from tests.tools.rank_pool import RankPool
+from tests.tools.samples import sample
+
+STEPS = 2
+GIVEN: dict[str, dict[str, Any]] = {
+    "tp4": {"mesh": {"tp": 4}},
+    "dp2 x tp2": {"mesh": {"dp_replicate": 2, "tp": 2}},
+    "pp4": {"mesh": {"pp": 4}, "microbatch_size": 2},
+    "pp2 x tp2": {"mesh": {"pp": 2, "tp": 2}, "microbatch_size": 2},
+}
+SENT = {
+    "dp2 x tp2 x": MORE["dp2 x tp2 zero 3"],
+    "zero 3": {"mesh": {"dp_shard": 4}, "zero": 3},
+    "zero 1": {"mesh": {"dp_shard": 4}, "zero": 1},
+    "zero 1 flat": MORE["dp2 x dp2 zero 1 flat"],
+    "tp2 x pp2": LAYOUTS["tp2 x pp2"],
+    "interleaved": {"mesh": {"pp": 2, "tp": 2}, "schedule": "Interleaved1F1B", "microbatch_size": 2},
+}
+
+
+class Programs:
+    """Programs of the layouts, saved when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.exported: dict[tuple[str, str, str], gp.Program] = {}
+
+    def weights(self, kind: str) -> Path:
+        file = self.root / f"{kind}.safetensors"
+        if not file.exists():
+            save_file({name: value.clone() for name, value in fixture.build(kind).state_dict().items()}, file)
+        return file
+
+    def folder(self, kind: str, mode: str, dtype: str, layout: dict[str, Any]) -> Path:
+        key = kind, mode, dtype
+        if key not in self.exported:
+            batch = fixture.batch_of(kind, 0)
+            model, trains = fixture.build(kind), mode != "infer"
+            if mode == "adapters":
+                model = gp.lora(model, {"layers.*.qkv": 2, "layers.*.down": 3}, alpha=8)
+            loss = {"loss_fn": fixture.loss_fn, "targets": (batch["labels"],)} if trains else {}
+            self.exported[key] = gp.export(
+                model, (batch["ids"],), mode="train" if trains else "infer", dtype=dtype, **loss
+            )
+        program = self.exported[key]
+        out = self.root / f"{len(list(self.root.iterdir()))}"
+        gp.partition(program, gp.plan(program, **layout)).save(out)
+        return out
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("transfer"))
+
+
+def moved_within(
+    pool: RankPool, programs: Programs, out: Path, kind: str, train: Path, *targets: Path
+) -> list[dict[str, Any]]:
+    out.mkdir(exist_ok=True)
+    job = {
+        "kind": kind, "train": str(train), "targets": list(map(str, targets)), "weights": str(programs.weights(kind)),
+        "out": str(out), "steps": STEPS, "report": str(out / "report.json"),
+    }  # fmt: skip
+    (out / "job.json").write_text(json.dumps(job))
+    pool.torchrun(Path(resharding_script.__file__), [str(out / "job.json")], nproc=4, timeout_s=300)
+    found: list[dict[str, Any]] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def assert_equal(received: dict[str, Tensor], sent: dict[str, Tensor], where: str) -> None:
+    assert received.keys() == sent.keys(), where
+    for name, value in received.items():
+        assert torch.equal(value, sent[name].to(value.dtype)), (where, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sample(list(SENT), 2))
+def test_generating_programs_have_what_training_ones_sent(
+    source: str, pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    kind = "17"
+    train = programs.folder(kind, "train", "fp32", SENT[source])
+    targets = [(name, dtype) for name in GIVEN for dtype in ("fp32", "bf16")]
+    folders = [programs.folder(kind, "infer", dtype, GIVEN[name]) for name, dtype in targets]
+    found = moved_within(pool, programs, tmp_path, kind, train, *folders)
+    sent = load_file(tmp_path / "sent.safetensors")
+    assert not torch.equal(sent["tokens.weight"], load_file(programs.weights(kind))["tokens.weight"])
+    for number, (target, each) in enumerate(zip(targets, found)):
+        assert each.get("version") == STEPS, (source, target, each)
+        assert each["moved"] == each["least"], (source, target)
+        assert_equal(load_file(tmp_path / f"{number}.safetensors"), sent, f"{source} to {target}")
+
+
+@pytest.mark.costly
+def test_a_pipeline_gives_a_tensor_parallel_program_its_weights(
+    pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    train = programs.folder("17", "train", "fp32", LAYOUTS["tp2 x pp2"])
+    (found,) = moved_within(pool, programs, tmp_path, "17", train, programs.folder("17", "infer", "bf16", GIVEN["tp4"]))
+    assert "error" not in found, found
+    sent = load_file(tmp_path / "sent.safetensors")
+    assert_equal(load_file(tmp_path / "0.safetensors"), sent, "")
+    # Rows of 4 ranks: a rank of stage 0 has half of layer 0, so of its quarter nothing moves, or all of it.
+    assert 0 < found["moved"] == found["least"] < 4 * 2 * sum(map(Tensor.numel, sent.values()))
+
+
+@pytest.mark.slow
+def test_experts_move(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
+    train = programs.folder("moe", "train", "fp32", EXPERTS["dp2 x dp_expert2"])
+    targets = [programs.folder("moe", "infer", "fp32", {"mesh": mesh}) for mesh in ({"ep": 4}, {"ep": 2, "tp": 2})]
+    found = moved_within(pool, programs, tmp_path, "moe", train, *targets)
+    sent = load_file(tmp_path / "sent.safetensors")
+    for number, each in enumerate(found):
+        assert each["moved"] == each["least"]
+        assert_equal(load_file(tmp_path / f"{number}.safetensors"), sent, str(number))
+
+
+@pytest.mark.costly
+def test_adapters_are_added_to_what_the_base_model_receives(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
+    train = programs.folder("17", "adapters", "fp32", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3})
+    targets = [
+        programs.folder("17", "infer", "bf16", GIVEN["tp4"]),
+        programs.folder("17", "adapters", "fp32", {"mesh": {"tp": 2, "pp": 2}, "microbatch_size": 2}),
+    ]
+    found = moved_within(pool, programs, tmp_path, "17", train, *targets)
+    merged, sent = (load_file(tmp_path / f"{name}.safetensors") for name in ("merged", "sent"))
+    changed = [
+        name for name, value in load_file(programs.weights("17")).items() if not torch.equal(value, merged[name])
+    ]
+    assert changed and all(name.endswith(("qkv.weight", "down.weight")) for name in changed)
+    assert all(each["moved"] == each["least"] for each in found)
+    assert_equal(load_file(tmp_path / "0.safetensors"), merged, "merged")
+    assert_equal(load_file(tmp_path / "1.safetensors"), sent, "with adapters")
+
+
+@pytest.mark.costly
+def test_other_models_and_trained_parameters_in_fewer_bits_are_refused(
+    pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    train = programs.folder("17", "train", "fp32", LAYOUTS["tp2 x pp2"])
+    other = programs.folder("18", "infer", "fp32", GIVEN["tp4"])
+    (found,) = moved_within(pool, programs, tmp_path, "17", train, other)
+    assert found["error"] == "tokens.weight is [17, 12] where it is sent, and [18, 12] where it is received"
+    assert found["version"] == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def two_launches(
+    programs: Programs, out: Path, senders: int, train: Path, receivers: int, given: Path, **job: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Start one launch that trains and another that receives, and return what they reported."""
+    running, common = [], {
+        "kind": "17", "weights": str(programs.weights("17")), "out": str(out), "steps": STEPS,
+        "address": f"127.0.0.1:{free_port()}", **job,
+    }  # fmt: skip
+    for sends, program, count in ((True, train, senders), (False, given, receivers)):
+        own = {**common, "sends": sends, "program": str(program), "report": str(out / f"report_{sends}.json")}
+        file = out / f"job_{sends}.json"
+        file.write_text(json.dumps(own))
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", str(free_port()),
+            resharding_script.__file__, str(file),
+        ]  # fmt: skip
+        running.append(
+            subprocess.Popen(
+                command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        )
+    try:
+        for each in running:
+            each.wait(180)
+    finally:
+        for each in running:
+            each.kill()
+    reports = [out / f"report_{sends}.json" for sends in (True, False)]
+    sent, received = (json.loads(each.read_text()) if each.exists() else [] for each in reports)
+    return sent, received
+
+
+@pytest.mark.costly
+def test_one_launch_sends_to_another(programs: Programs, tmp_path: Path) -> None:
+    train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
+    given = programs.folder("17", "infer", "fp32", {"mesh": {"pp": 2}, "microbatch_size": 2})
+    sent, received = two_launches(programs, tmp_path, 2, train, 2, given)
+    assert [each["version"] for each in received] == [1, 2]
+    whole = load_file(tmp_path / "sent_1.safetensors")
+    tied = whole["tokens.weight"].nbytes  # both stages have it
+    assert sent == received and all(
+        each["moved"]
+        == each["least"]
+        == tied + sum(value.nbytes for name, value in whole.items() if name != "head.weight")
+        for each in sent
+    )
+    for step in range(STEPS):
+        files = (load_file(tmp_path / f"{name}_{step}.safetensors") for name in ("received", "sent"))
+        assert_equal(*files, f"step {step}")
+
+
+@pytest.mark.slow
+def test_weights_of_a_sender_that_ends_are_not_computed_with(programs: Programs, tmp_path: Path) -> None:
+    train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
+    given = programs.folder("17", "infer", "fp32", {"mesh": {"tp": 2}})
+    _, received = two_launches(programs, tmp_path, 2, train, 2, given, dies=True)
+    assert received[0]["version"] == 1
+    assert received[1]["version"] is None and "weights were on their way" in received[1]["refused"]

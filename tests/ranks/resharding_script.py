@@ -1,0 +1,90 @@
+"""Ranks that send weights to another program while both run: to one of the same processes, or to another launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphpar.runtime import Peers, Pipeline, RuntimeProgramError, start
+from tests.ranks import checkpoint_script as fixture
+
+DIRT = 7
+
+
+def train(pipeline: Pipeline, kind: str, steps: range, optimizer: torch.optim.Optimizer) -> None:
+    for step in steps:
+        pipeline.step(fixture.batch_of(kind, step))
+        optimizer.step()
+        pipeline.zero_grad()
+
+
+def within(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """Train, and send to each of the other programs; all are saved, to be compared."""
+    found, out = [], Path(job["out"])
+    with Pipeline(job["train"], device) as sender:
+        sender.load_weights(job["weights"])
+        optimizer = fixture.optimizer_of(sender.named_parameters())
+        train(sender, job["kind"], range(job["steps"]), optimizer)
+        for number, target in enumerate(job["targets"]):
+            with Pipeline(target, device) as receiver:
+                with torch.no_grad():
+                    for value in receiver.state_dict().values():
+                        value.fill_(DIRT)
+                try:
+                    moved = sender.send_weights(receiver, strict=job.get("strict", True))
+                except RuntimeProgramError as error:
+                    found.append({"error": str(error), "version": receiver.weights_version})
+                    continue
+                receiver.save_weights(out / f"{number}.safetensors")
+                version = receiver.weights_version
+                found.append({"moved": moved.moved_bytes, "least": moved.least_bytes, "version": version})
+        sender.save_weights(out / "sent.safetensors")
+        if sender.program.adapters:
+            sender.adapters.save_merged(out / "merged.safetensors")
+    return found
+
+
+def between(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """Send, or receive, after each step; or end in the middle."""
+    found, out = [], Path(job["out"])
+    with Pipeline(job["program"], device) as pipeline:
+        pipeline.load_weights(job["weights"])
+        peers = Peers(job["address"], sends=job["sends"], device=device, timeout_s=30)
+        optimizer = fixture.optimizer_of(pipeline.named_parameters()) if job["sends"] else None
+        for step in range(job["steps"]):
+            try:
+                if optimizer is not None:
+                    train(pipeline, job["kind"], range(step, step + 1), optimizer)
+                    if job.get("dies") and step == job["steps"] - 1 and dist.get_rank() == 1:
+                        os._exit(0)  # as a process that is killed
+                    moved = pipeline.send_weights(peers)
+                else:
+                    moved = pipeline.receive_weights(peers)
+            except (RuntimeError, dist.DistError):
+                found.append({"version": pipeline.weights_version, "refused": _refuses(pipeline, job["kind"])})
+                break
+            pipeline.save_weights(out / f"{'sent' if job['sends'] else 'received'}_{step}.safetensors")
+            found.append({"version": moved.version, "moved": moved.moved_bytes, "least": moved.least_bytes})
+    return found
+
+
+def _refuses(pipeline: Pipeline, kind: str) -> str:
+    try:
+        pipeline.infer({"ids": fixture.batch_of(kind, 0)["ids"]})
+    except RuntimeProgramError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    with start(60.0) as ranks:
+        report = (within if "targets" in given else between)(given, ranks.device)
+        if ranks.rank == 0:
+            Path(given["report"]).write_text(json.dumps(report))
