@@ -14,7 +14,7 @@ import copy
 import functools
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,9 +25,9 @@ from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, collectives_of
 from graphpar.cost_models.estimates import BlockSeconds, Estimate, Layout
 from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.layout_orders import LayoutOrders
 from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.offloaded_units import host_s
-from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.spread import spreads
 from graphpar.cost_models.stage_prices import StagePrices
@@ -42,14 +42,11 @@ from graphpar.hardware.devices import DEVICES, figures_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.schedule_records import get_schedule
-from graphpar.schedules.action_table import ActionTable, forwards
+from graphpar.schedules.action_table import forwards
 from graphpar.schedules.core_sharing import SharedCores
-from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.registry import action_order, action_table, stage_ranks
+from graphpar.schedules.order import order_of
 from graphpar.schedules.simulation import (
     Timeline,
-    kept_before_backward,
-    most_in_flight,
     peak_in_flight,
     peaks_with_state,
 )
@@ -61,7 +58,7 @@ Stages = dict[tuple[tuple[Unit, ...], int, str], StagePrices]
 """By units, rows of a microbatch and recomputation: the prices of stages in which no state is gathered."""
 
 
-class Pricing:
+class Pricing(LayoutOrders):
     """Prices layouts of ``units`` over ``mesh`` on ``cluster``.
 
     Args:
@@ -209,11 +206,6 @@ class Pricing:
         if "activations" not in self.execution.offload or not self.train:
             return None
         return np.array([host_s(self.cluster.device, unit.kind.bytes_at(rows).moved) for unit in self.units])
-
-    @cached_property
-    def _sharded(self) -> bool:
-        """Whether ranks hold shards of parameters and gradients."""
-        return self.execution.zero >= 2 and self.mesh.shards > 1 and self.train
 
     @cached_property
     def _of_state(self) -> tuple[Array, Array, Array]:
@@ -430,22 +422,6 @@ class Pricing:
         share = min(self.mesh.size, cluster.host_devices)
         return None if cluster.host_memory_bytes is None else cluster.host_memory_bytes // share
 
-    def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return (first unit, the one after the last) of each stage.
-
-        Raises:
-            GraphparError: a stage is empty, or stages don't divide over the ranks.
-        """
-        ends = [*layout.starts[1:], len(self.units)]
-        stages = list(zip(layout.starts, ends))
-        if layout.starts[:1] != (0,) or any(first >= after for first, after in stages):
-            raise GraphparError(
-                f"The stages begin at units {layout.starts} of {len(self.units)}; each needs at least one unit, the first from 0 on."
-            )
-        if len(stages) % self.mesh.pp:
-            raise GraphparError(f"{len(stages)} stages don't divide evenly over pp={self.mesh.pp} ranks.")
-        return stages
-
     def flops(self, layout: Layout) -> float:
         """Return the flops of all ranks in a step, without recomputation."""
         once = sum(self._kind_flops(unit.kind, layout.microbatch_size) for unit in self.units)
@@ -456,28 +432,6 @@ class Pricing:
         if key not in self._flops:
             self._flops[key] = kind.work.flops(rows)
         return self._flops[key]
-
-    def _ranks(self, layout: Layout, stages: int) -> list[int]:
-        return list(layout.order.homes) if layout.order is not None else self.ranks_of(layout.schedule, stages)
-
-    def ranks_of(self, schedule: str, stages: int) -> list[int]:
-        """Return the pp rank of each of so many stages."""
-        return stage_ranks(schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
-
-    def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
-        gathers = self.execution.kept_for_step if self._sharded else None
-        return self._ordered(layout, stages, microbatches, gathers)
-
-    def _ordered(self, layout: Layout, stages: int, microbatches: int, gathers: bool | None = None) -> Order:
-        """Return the order of all actions; those on state, which keep no activations, only with ``gathers``."""
-        if layout.order is not None:
-            return layout.order
-        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches, gathers)
-
-    def _table(self, layout: Layout, stages: int, microbatches: int) -> ActionTable:
-        if layout.order is not None:
-            return layout.order.table
-        return action_table(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
 
     def _timeline(
         self,
@@ -516,35 +470,6 @@ class Pricing:
         action_s = max(each.device.action_s for each in self.cluster.kinds)
         return Conditions(waits, action_s if scheduled else 0.0, turns)
 
-    def in_flight(self, layout: Layout) -> tuple[float, ...]:
-        """Return the most microbatches that each stage keeps at once."""
-        stages = len(layout.starts)
-        if self.mesh.pp == 1 and layout.order is None:
-            return (1.0,)
-        return self._peaks(layout, lambda count: most_in_flight(self._ordered(layout, stages, count)), exact=False)
-
-    def kept_together(self, layout: Layout) -> tuple[float, ...]:
-        """Return for each pp rank a number of microbatches of which it keeps those of all its stages at one time."""
-        stages = len(layout.starts)
-        if self.mesh.pp == 1 and layout.order is None:
-            return (1.0,)
-        return self._peaks(layout, lambda count: kept_before_backward(self._table(layout, stages, count)), exact=False)
-
-    def _peaks(self, layout: Layout, peaks: Callable[[int], Sequence[float]], *, exact: bool) -> tuple[float, ...]:
-        """Return ``peaks`` of the layout's microbatches, unless ``exact`` extrapolated from few."""
-        few = self._few(layout)
-        if exact or few is None:
-            return tuple(peaks(layout.microbatches))
-        rounds = (layout.microbatches - few) / self.mesh.pp
-        return tuple(a + (b - a) * rounds for a, b in zip(peaks(few), peaks(few + self.mesh.pp)))
-
-    def _few(self, layout: Layout) -> int | None:
-        """Return a number of microbatches after which the schedule repeats every pp of them; None where that saves nothing."""
-        pp = self.mesh.pp
-        few = 2 * pp + layout.microbatches % pp
-        repeats = layout.order is None and layout.microbatches > few + pp and layout.microbatches % pp == 0
-        return few if repeats else None
-
     @staticmethod
     def _transfers(step: StepCosts, own: Sequence[int]) -> float:
         """Return the seconds of transfers to the stages of a rank from other ranks, for a microbatch; and back, where senders wait."""
@@ -571,16 +496,6 @@ class Pricing:
                 costs.append(max(each.seconds("send", nbytes, group) for each in networks) if nbytes else 0.0)
         return there, back
 
-    def _windows(
-        self, layout: Layout, costs: Sequence[StageSeconds], rank: int, exact: bool
-    ) -> Mapping[int, StageWindow]:
-        """Return what a pp rank computes around the reduction and the gathering of each of its stages."""
-        if len(costs) == self.mesh.pp or not self.train:
-            return {place: StageWindow(0.0, 0.0) for place in range(len(costs))}
-        few = self._few(layout)
-        order = self._order(layout, len(costs), layout.microbatches if exact or few is None else few)
-        return windows(order, rank, costs)
-
     # ---- bytes ----
 
     def totals(self, layout: Layout) -> list[int]:
@@ -588,14 +503,6 @@ class Pricing:
         stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
         own, peaks = self.places(layout), self._most(layout, stages, exact=False)
         return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
-
-    def places(self, layout: Layout) -> list[list[int]]:
-        """Return the stages of each pp rank."""
-        ranks = self._ranks(layout, len(layout.starts))
-        found: list[list[int]] = [[] for _ in range(self.mesh.pp)]
-        for place, rank in enumerate(ranks):
-            found[rank].append(place)
-        return found
 
     def _memories(
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
