@@ -136,8 +136,17 @@ def test_experts_move(pool: RankPool, programs: Programs, tmp_path: Path) -> Non
 
 
 @pytest.mark.costly
-def test_adapters_are_added_to_what_the_base_model_receives(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
-    train = programs.folder("17", "adapters", "fp32", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3})
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [
+        ("fp32", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3}),
+        ("bf16", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 1, "zero1_by": "flat"}),  # main values in pieces
+    ],
+)
+def test_adapters_are_added_to_what_the_base_model_receives(
+    dtype: str, layout: dict[str, Any], pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    train = programs.folder("17", "adapters", dtype, layout)
     targets = [
         programs.folder("17", "infer", "bf16", GIVEN["tp4"]),
         programs.folder("17", "adapters", "fp32", {"mesh": {"tp": 2, "pp": 2}, "microbatch_size": 2}),
@@ -145,7 +154,9 @@ def test_adapters_are_added_to_what_the_base_model_receives(pool: RankPool, prog
     found = moved_within(pool, programs, tmp_path, "17", train, *targets)
     merged, sent = (load_file(tmp_path / f"{name}.safetensors") for name in ("merged", "sent"))
     changed = [
-        name for name, value in load_file(programs.weights("17")).items() if not torch.equal(value, merged[name])
+        name
+        for name, value in load_file(programs.weights("17")).items()
+        if not torch.equal(value.to(merged[name].dtype), merged[name])
     ]
     assert changed and all(name.endswith(("qkv.weight", "down.weight")) for name in changed)
     assert all(each["moved"] == each["least"] for each in found)

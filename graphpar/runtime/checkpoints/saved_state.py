@@ -93,14 +93,25 @@ class State:
                     entry.boxes += made.boxes
         return found
 
-    def _entry(self, path: Key, name: str, tensor: Tensor, piece: tuple[torch.Size, int] | None = None) -> Entry:
-        """Describe a tensor that is stored as the parameter or buffer of this name is, or a ``piece`` of it."""
-        spec, values = self.program.stored(name), local(tensor.detach())
+    def replaced(self, name: str, tensor: Tensor, values: Tensor) -> Entry:
+        """Describe other ``values`` of a parameter of this rank, of which ``tensor`` is the stage's: its shard as it is stored."""
+        return self._entry((*MODEL, self.first(name)), name, tensor, values=values)
+
+    def _entry(
+        self,
+        path: Key,
+        name: str,
+        tensor: Tensor,
+        piece: tuple[torch.Size, int] | None = None,
+        values: Tensor | None = None,
+    ) -> Entry:
+        """Describe a tensor that is stored as the parameter or buffer of this name is, or a ``piece`` of it; or other ``values`` of it."""
+        spec, values = self.program.stored(name), local(tensor.detach()) if values is None else values
         of, start = piece or (None, 0)
         shape = whole_shape(self.program, name, tensor if of is None else torch.empty(of, device="meta"))
         boxes = boxes_of(values, shape, spec, self.program.mesh, self.groups.place, of=of, start=start)
         more = () if piece is None else self.parameters.divides
-        return self._turned(Entry(path, tuple(shape), tensor.dtype, boxes, [values]), spec, *more)
+        return self._turned(Entry(path, tuple(shape), values.dtype, boxes, [values]), spec, *more)
 
     def _turned(self, entry: Entry, spec: Mapping[str, Any], *more: str) -> Entry:
         """Note which other ranks hold the boxes of ``entry``, apart from those of other stages."""

@@ -10,9 +10,11 @@ one of each beside its own values. A message that is one contiguous piece goes f
 
 from __future__ import annotations
 
+import functools
 import pickle
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +33,6 @@ from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
 from graphpar.runtime.checkpoints.weights import known_as, names_by_tie
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.option_kinds import TRAIN
-from graphpar.runtime.state.fully_sharded import local
 
 
 @dataclass(frozen=True)
@@ -162,27 +163,26 @@ def transfer(
     taken: dict[str, Entry] = {}
     try:
         taken = {} if receiver is None else _entries(receiver)
-    except RuntimeProgramError as found:
-        error = found
+    except RuntimeProgramError as refused:
+        error = refused
     channel.agree(error)
     needed = {name: _held(receiver, each) for name, each in taken.items()} if receiver is not None else {}
     names = {name for own in channel.gathered(tuple(needed)) for name in own}
     try:
         sent = {} if sender is None else _sent(sender, names)
-    except RuntimeProgramError as found:
-        error = found
+    except RuntimeProgramError as refused:
+        error = refused
     channel.agree(error)
     had = {name: _held(sender, each) for name, each in sent.items()} if sender is not None else {}
-    everyone = channel.gathered((had, needed, socket.gethostname(), version, strict))
-    own, resharding = channel.own, None
+    layouts = channel.gathered((had, needed, socket.gethostname(), strict))
+    own, found = channel.own, None
     try:
-        senders, receivers, nodes, versions, stricts = zip(*everyone)
-        resharding = Resharding(senders, receivers, nodes, all(stricts))
-        outgoing, incoming = resharding.of(own)
-    except RuntimeProgramError as found:
-        error = found
+        found = _planned(pickle.dumps(layouts), own)
+    except RuntimeProgramError as refused:
+        error = refused
     channel.agree(error)
-    assert resharding is not None
+    assert found is not None
+    resharding, outgoing, incoming = found
     with torch.no_grad():
         for entry in taken.values():
             _clear_padding(entry)
@@ -192,9 +192,19 @@ def transfer(
         _exchange(channel, outgoing, [move for move in incoming if move.source != own], sent, taken)
     if receiver is not None:
         receiver.parameters.loaded()
-    channel.agree(None)  # so that nobody goes on with values of which others have a part
-    sent_version = versions[channel.senders[0]]
-    return Transfer(resharding.moved_bytes, resharding.least_bytes, time.monotonic() - began, sent_version)
+    versions = channel.gathered(
+        version
+    )  # when all have arrived: nobody goes on with values of which others have a part
+    seconds = time.monotonic() - began
+    return Transfer(resharding.moved_bytes, resharding.least_bytes, seconds, versions[channel.senders[0]])
+
+
+@functools.lru_cache(maxsize=8)
+def _planned(layouts: bytes, own: int) -> tuple[Resharding, list[Move], list[Move]]:
+    """Return what moves between processes, and what this one sends and receives; it is the same each time two programs exchange weights."""
+    senders, receivers, nodes, strict = zip(*pickle.loads(layouts))
+    found = Resharding(senders, receivers, nodes, all(strict))
+    return found, *found.of(own)
 
 
 def _entries(state: State) -> dict[str, Entry]:
@@ -215,18 +225,8 @@ def _sent(state: State, needed: set[str]) -> dict[str, Entry]:
     check_mergeable(adapters)
     held = {name: each for stage in state.parameters.stages for name, each in stage.state_dict(keep_vars=True).items()}
     for name, value in merged(held | state.parameters.values(), state.program, state.groups):
-        first = state.first(name)
-        values, box = local(held[name].detach()), found[first].boxes
-        assert all(each.values.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for each in box)
-        found[first] = replace(
-            found[first], boxes=[Box(each.offsets, _same_place(each.values, values, value)) for each in box]
-        )
+        found[state.first(name)] = state.replaced(name, held[name], value)
     return {name: entry for name, entry in found.items() if name not in of_adapters}
-
-
-def _same_place(view: Tensor, of: Tensor, value: Tensor) -> Tensor:
-    """Return the view of ``value`` that ``view`` is of ``of``."""
-    return value.contiguous().as_strided(view.shape, view.stride(), view.storage_offset() - of.storage_offset())
 
 
 def _clear_padding(entry: Entry) -> None:
@@ -261,10 +261,14 @@ def _exchange(
     taken: Mapping[str, Entry],
 ) -> None:
     count, own = channel.group.size(), channel.own
+    by_target, by_source = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
+    for move in outgoing:
+        by_target[move.target].append(move)
+    for move in incoming:
+        by_source[move.source].append(move)
     for step in range(1, count):
         to, source = (own + step) % count, (own - step) % count
-        sends = _messages([move for move in outgoing if move.target == to])
-        receives = _messages([move for move in incoming if move.source == source])
+        sends, receives = _messages(by_target[to]), _messages(by_source[source])
         for mine, theirs in _together(sends, receives):
             works, arrived = [], None
             out = None if mine is None else _packed(mine, sent, channel.device)
