@@ -48,22 +48,34 @@ def run(options: argparse.Namespace) -> Result:
 def keep_profile(path: Path) -> None:
     """Measure this machine's CPU and keep the profile at ``path`` for all commands.
 
-    Where others use the machine, or it can't be measured, nothing is kept, and a line says so.
+    Where the profile can't be kept nothing is measured; where others use the machine, or it can't be measured, nothing is kept. A line
+    says so.
     """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+    except (GraphparError, OSError) as error:
+        then = f"Name a folder that can be written in {this_machine.VARIABLE}"
+        _without_profile(f"this machine is not measured, as its profile can't be kept ({error})", then)
+        return
     with progress("measuring this machine, once, which takes 10 to 15 seconds"):
         try:
             processes = min(MOST_MEASURED, this_machine.cores() // this_machine.threads())
             profile = calibrate("cpu", max(1, processes), quick=True, patience_s=PATIENCE_S, gives_up=True)
             why = "; ".join(profile.doubts)
             if not why:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, json_text(profile.to_json()), [])
                 return
         except (GraphparError, LaunchError, OSError) as error:
             why = str(error)
+    _without_profile(f"this machine could not be measured ({why})", "The next compile tries again")
+
+
+def _without_profile(why: str, then: str) -> None:
+    """Say why there is no profile, what then, and how to do without."""
     print(
-        f"graphpar: this machine could not be measured ({why}); times are predicted with another CPU's figures. The next compile tries "
-        f"again; --cluster 2xCPU, or an empty {this_machine.VARIABLE}, does without.",
+        f"graphpar: {why}; times are predicted with another CPU's figures. {then}; --cluster 2xCPU, or an empty "
+        f"{this_machine.VARIABLE}, does without.",
         file=sys.stderr,
     )
 

@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed the help (0) or what is wrong (2)
         return int(stop.code or 0)
     options.written = []  # what a command writes, it adds
+    came: list[int] = []
     try:
-        with _ended_by_signals():
+        with _ended_by_signals(came):
             with stdout_to_stderr() if options.json else contextlib.nullcontext():
                 module, _, function = COMMANDS[options.command].function.partition(".")
                 result: Result = getattr(importlib.import_module(f"graphpar.cli.{module}"), function)(options)
@@ -73,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_stdout()  # the reader has gone, e.g. `| head`
         return 0
-    except KeyboardInterrupt as stopped:
+    except (KeyboardInterrupt, Exception) as error:
+        if not came and isinstance(error, Exception):
+            return _failed(error)
         print(_interrupted(options.command, options.written), file=sys.stderr)
-        return 128 + (stopped.number if isinstance(stopped, _Ended) else signal.SIGINT)
-    except Exception as error:
-        return _failed(error)
+        return 128 + (came[0] if came else signal.SIGINT)
 
 
 _FOR_USERS = (GraphparError, RuntimeProgramError, PermissionError, NotADirectoryError, FileExistsError)
@@ -93,31 +94,28 @@ def _interrupted(command: str, written: Sequence[str]) -> str:
     return "Interrupted." if command in _WRITE_AS_THEY_GO else "Interrupted; nothing was written."
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal that ends a command."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, end a command as Ctrl-C does, with its processes and temporary folders."""
+def _ended_by_signals(came: list[int]) -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a closed terminal, end a command as Ctrl-C does, with its processes and temporary folders.
+
+    Those that came are added to ``came``, as what is imported meanwhile may make another error of the interrupt.
+    """
 
     def end(number: int, frame: object) -> None:
-        raise _Ended(number)
+        came.append(number)
+        raise KeyboardInterrupt
 
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     if threading.current_thread() is not threading.main_thread():
-        ours = []  # only the main thread may set handlers
+        ours = {}  # only the main thread may set handlers
+    ours = {number: was for number, was in ours.items() if was in (signal.SIG_DFL, signal.default_int_handler)}
     for number in ours:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number, was in ours.items():
+            signal.signal(number, was)
 
 
 def _finite(data: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphpar.cli.output import write_text
+from graphpar.cli import passes_command
+from graphpar.cli.main import main
+from graphpar.cli.output import Result, write_text
 from graphpar.errors import GraphparError
 from graphpar.runtime.checkpoints.weights import save_tensors
 
@@ -89,3 +93,20 @@ def test_weights_that_do_not_fit_are_a_sentence(tmp_path: Path) -> None:
     ran = shell(f"ulimit -f 150; graphpar compile {tmp_path}/model.py --mode infer --devices 1 -o {tmp_path}/out")
     assert ran.returncode == 2 and ran.stderr == f"error: {tmp_path}/out can't be written: File too large.\n"
     assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"model.py"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_that_an_import_makes_another_error_is_an_interrupt(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports(options: argparse.Namespace) -> Result:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            raise ImportError("a module could not be imported") from error
+        raise AssertionError
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(passes_command, "run", imports)
+    assert main(["passes"]) == 128 + number
+    assert capsys.readouterr().err == "Interrupted; nothing was written.\n" and signal.getsignal(number) is before

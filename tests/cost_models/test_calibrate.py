@@ -533,6 +533,24 @@ def test_what_is_not_measured_well_is_not_kept(
     assert why is None or (why in said and "could not be measured" in said)
 
 
+def test_where_a_profile_cannot_be_kept_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(calibrate_command, "calibrate", lambda *given, **more: pytest.fail("measured"))
+    places = ["file/cache", "cache"]
+    monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / places[1]))
+    kept = this_machine.profile_path()
+    assert kept is not None
+    kept.mkdir(parents=True)  # the profile itself can't be written
+    for place in places:
+        monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / place))
+        found, said = compiles(tmp_path, capsys)
+        assert found["predicted"]["cluster"] == "2xCPU"
+        assert "its profile can't be kept" in said and str(tmp_path / place) in said
+        assert f"Name a folder that can be written in {this_machine.VARIABLE}" in said
+
+
 def test_without_a_cache_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.split import positions_of, split_candidates, stages_of
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.schedule_records import get_schedule
-from graphpar.text import is_at_or_below, is_below
+from graphpar.text import is_at_or_below, is_below, plural
 
 _WITH_BACKWARD = 3.0
 """A product's flops in a step, in those of its forward: its backward is two more."""
@@ -56,10 +56,11 @@ def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
     candidates = split_candidates(program, stages)
     if stages - 1 > len(candidates):
         blocks = len(_layers(program))
-        what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
+        most = len(candidates) + 1
+        what = plural(blocks, "block") if blocks else f"{plural(most, 'module')} with parameters"
         raise GraphparError(
             f"{stages} stages are needed, but {program.name} has only {what}, and with what is before and after "
-            f"them at most {len(candidates) + 1} stages. "
+            f"them at most {plural(most, 'stage')}. "
             "Use fewer devices, or a schedule with fewer stages a rank."
         )
     nodes, placed = list(program.graph.nodes), placed_with(program)
