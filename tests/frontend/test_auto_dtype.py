@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.cli.trace import default_dtype
+from graphpar.cli.trace import asked_precision
 
 
 def traced(model: nn.Module, dtype: torch.dtype = torch.float32, **given: object) -> gp.Program:
@@ -55,5 +57,13 @@ def test_what_bf16_can_not_trace_is_in_fp32_and_said() -> None:
 
 
 def test_the_default_is_that_of_the_cluster() -> None:
-    assert default_dtype("8xH100") == default_dtype("2xCPU", "2xA100") == "auto"
-    assert default_dtype("2xCPU") == default_dtype("2xV100") == "fp32"  # a V100 has no units for bf16
+    of = {
+        name: asked_precision(argparse.Namespace(), *name.split()).dtype
+        for name in ("8xH100", "2xCPU 2xA100", "2xCPU", "2xV100")
+    }
+    assert of == {
+        "8xH100": "auto",
+        "2xCPU 2xA100": "auto",
+        "2xCPU": "fp32",
+        "2xV100": "fp32",
+    }  # a V100 has no units for bf16
