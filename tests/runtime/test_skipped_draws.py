@@ -93,6 +93,22 @@ def test_a_rank_draws_its_own_weights_alone_and_they_are_those_of_the_model(jump
     assert max(jumps) > 20 * 24 * 4  # several layers at once
 
 
+def test_values_that_are_abandoned_change_no_draws_of_others() -> None:
+    """An error keeps a half-used iterator alive until the garbage collector ends it, at any moment."""
+    torch.manual_seed(3)
+    expected = Stages().state_dict()
+    abandoned = initial_values(Stages, 3)
+    next(abandoned)
+    torch.manual_seed(5)
+    wanted = torch.rand(4)
+    torch.manual_seed(5)
+    drawn = [torch.rand(2)]
+    name, value = next(abandoned)
+    assert torch.equal(value, expected[name])
+    abandoned.close()  # type: ignore[attr-defined]
+    assert torch.equal(torch.cat([*drawn, torch.rand(2)]), wanted)
+
+
 def test_what_torch_draws_otherwise_than_assumed_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipped_draws, "_count", lambda *_: 17)
     skipped_draws._is_known.cache_clear()

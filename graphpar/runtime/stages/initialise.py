@@ -127,7 +127,7 @@ def initial_values(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers that ``build`` gives a model after ``torch.manual_seed(seed)``, by name.
 
-    Each is yielded whole, once, and only a few are in memory at the same time. The state of torch's generator is afterwards what it was.
+    Each is yielded whole, once, and only a few are in memory at the same time. The state of torch's generator is after each what it was.
 
     Args:
         names: those that are wanted; by default all.
@@ -137,17 +137,32 @@ def initial_values(
     Raises:
         RuntimeProgramError: ``build`` draws from generators of Python or NumPy that it does not seed, or it returns no module.
     """
-    kept = torch.get_rng_state()
-    try:
-        with agreed(group) if group is not None else nullcontext():
-            with _seeded_by_itself(lambda: _recorded(build, seed)):
-                recorder, state = _recorded(build, seed)
-            if (empty := next((name for name, tensor in state.items() if tensor.is_meta), None)) is not None:
-                raise RuntimeProgramError(f"the model is built without values: {empty} is on the device meta")
-        wanted = {name: value for name, value in state.items() if names is None or name in names}
-        yield from recorder.run(wanted) if group is None else _shared(recorder, wanted, group, device)
-    finally:
-        torch.set_rng_state(kept)
+    with agreed(group) if group is not None else nullcontext():
+        with _seeded_by_itself(lambda: _recorded(build, seed)):
+            recorder, state = _recorded(build, seed)
+        if (empty := next((name for name, tensor in state.items() if tensor.is_meta), None)) is not None:
+            raise RuntimeProgramError(f"the model is built without values: {empty} is on the device meta")
+    wanted = {name: value for name, value in state.items() if names is None or name in names}
+    yield from _drawn_apart(recorder.run(wanted) if group is None else _shared(recorder, wanted, group, device))
+
+
+def _drawn_apart(values: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``values``, which draw from torch's generator, and leave it after each as it was before.
+
+    So nothing is left to restore where whoever takes them stops early, and the garbage collector ends this in the midst of other draws.
+    """
+    own, ended = torch.get_rng_state(), object()
+    while True:
+        kept = torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            found = next(values, ended)
+            own = torch.get_rng_state()
+        finally:
+            torch.set_rng_state(kept)
+        if not isinstance(found, tuple):
+            return
+        yield found
 
 
 def _shared(
