@@ -13,6 +13,10 @@ A step in which others used the machine is taken again, as long as patience last
 some plan, so plans take a few steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its
 median over that plan's in the same chunk. The few fastest and the predicted one are measured again, together and for
 longer; regret is of that. The machine is calibrated in the same run.
+
+What else runs on the same host changes the speed of a virtual machine within minutes, unseen by its kernel: after the
+calibration and in each chunk the same work is timed. ``drift`` is how many times as long it takes in the median chunk;
+errors are given as measured, and without it.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ IN_A_ROW = 2
 """Timed steps of a plan, one after the other, before the next plan's turn."""
 GROUP_TIMEOUT_S, TIMEOUT_S = 3600, 7200
 LEARNING_RATE = 1e-4
+WORK_TIMES, WORK_SAMPLES = 10, 9
+"""How often the work that shows the machine's speed is done, and in how many samples."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,10 @@ class Score:
     best: str
     error: float
     """Median of |predicted / measured - 1|."""
+    drift: float
+    """How many times as long as after the calibration the machine takes for the same work."""
+    steady_error: float
+    """The error of measured times that are divided by it."""
     disturbed: float
     """The share of steps in which others used the machine."""
     rows: tuple[Row, ...]
@@ -122,10 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cluster = (
             Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
         )
+        with tempfile.TemporaryDirectory(prefix="graphpar_regret_") as scratch:
+            *_, before_s = _timed(Path(scratch), cluster.size, [], 0, options.patience)
         for model in options.models:
-            scores.append(made := score(model, cluster, options.rounds, options.patience, options.plans))
+            scores.append(made := score(model, cluster, options.rounds, options.patience, options.plans, before_s))
             _say(
                 f"{model} on {processes}: {len(made.rows)} plans, rank correlation {made.rank_correlation:.3f}, regret {made.regret:.3f}, "
+                f"off by {made.error:.0%}, {made.steady_error:.0%} without a drift of {made.drift:.2f}, "
                 f"{made.disturbed:.0%} disturbed; chosen {made.chosen}, fastest {made.best}"
             )
     if options.json:
@@ -145,8 +158,9 @@ def _say(text: str) -> None:
 # ---- the parent: predict, emit, launch, sum up -----------------------------------------------------------------
 
 
-def score(name: str, cluster: Cluster, rounds: int, patience_s: float, plans: int) -> Score:
-    """Predict every plan of the model ``name``, and measure ``plans`` of them, the fastest among them."""
+def score(name: str, cluster: Cluster, rounds: int, patience_s: float, plans: int, before_s: float) -> Score:
+    """Predict every plan of the model ``name``, and measure ``plans`` of them, the fastest among them; ``before_s`` is what
+    :func:`_work_s` was when the cluster was calibrated."""
     module, program = MODELS[name].program()
     every = predicted(program, cluster)
     drawn = {plan_name(each) for each in sampled(every, plans)}
@@ -157,16 +171,20 @@ def score(name: str, cluster: Cluster, rounds: int, patience_s: float, plans: in
         save_file(untied(module.state_dict()), str(folder / "weights.safetensors"))
         saved = _emitted(program, cluster, priced, folder)
         _say(f"{name} on {cluster.size}: measuring {len(saved)} plans")
-        measured, disturbed = _timed(folder, cluster.size, _chunks(list(saved)), rounds, patience_s)
+        measured, disturbed, work_s = _timed(folder, cluster.size, _chunks(list(saved)), rounds, patience_s)
         chosen = min(saved, key=lambda plan: saved[plan].estimate.step_time_s)
         fastest = sorted(measured, key=measured.__getitem__)[:FINALISTS]
         finals = list(dict.fromkeys([chosen, *fastest]))
-        again, _ = _timed(folder, cluster.size, [finals], FINAL_ROUNDS, patience_s)
+        again, *_ = _timed(folder, cluster.size, [finals], FINAL_ROUNDS, patience_s)
     rows = tuple(
         Row(plan, saved[plan].estimate.step_time_s, seconds, again.get(plan), plan in drawn)
         for plan, seconds in sorted(measured.items(), key=lambda entry: entry[1])
     )
     best, ranked = min(again, key=again.__getitem__), [row for row in rows if row.drawn]
+    drift = work_s / before_s
+    error, steady = (
+        statistics.median(abs(times * row.predicted_s / row.measured_s - 1) for row in ranked) for times in (1, drift)
+    )
     return Score(
         model=name,
         processes=cluster.size,
@@ -175,7 +193,9 @@ def score(name: str, cluster: Cluster, rounds: int, patience_s: float, plans: in
         regret=again[chosen] / again[best],
         chosen=chosen,
         best=best,
-        error=statistics.median(abs(row.predicted_s / row.measured_s - 1) for row in ranked),
+        error=error,
+        drift=drift,
+        steady_error=steady,
         disturbed=disturbed,
         rows=rows,
     )
@@ -241,13 +261,16 @@ def _chunks(plans: Sequence[str]) -> list[list[str]]:
 
 def _timed(
     folder: Path, processes: int, chunks: Sequence[Sequence[str]], rounds: int, patience_s: float
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[str, float], float, float]:
     """Seconds of a step by plan: relative to the plan that all chunks have, times what that took on the whole; the
-    share disturbed."""
+    share disturbed; and the median of :func:`_work_s`."""
     (folder / "request.json").write_text(json.dumps({"chunks": chunks, "rounds": rounds, "patience_s": patience_s}))
     torchrun("benchmarks.regret", ["--rank", str(folder)], nproc=processes, timeout_s=TIMEOUT_S, module=True)
     found = json.loads((folder / "steps.json").read_text())
     steps: list[dict[str, list[float]]] = found["chunks"]
+    work_s = statistics.median(found["work_s"])
+    if not chunks:
+        return {}, found["disturbed"], work_s
     common = chunks[0][0]
     usual = statistics.median(seconds for chunk in steps for seconds in chunk[common])
     times = {
@@ -255,7 +278,7 @@ def _timed(
         for chunk in steps
         for plan, seconds in chunk.items()
     }
-    return times, found["disturbed"]
+    return times, found["disturbed"], work_s
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -282,6 +305,8 @@ def _show(scores: Sequence[Score]) -> None:
         "rank correlation",
         "regret",
         "off by",
+        "drift",
+        "without it",
         "disturbed",
         "chosen",
         "fastest",
@@ -299,6 +324,8 @@ def _show(scores: Sequence[Score]) -> None:
             f"{each.rank_correlation:.3f}",
             f"{each.regret:.3f}",
             f"{each.error:.0%}",
+            f"{each.drift:.2f}",
+            f"{each.steady_error:.0%}",
             f"{each.disturbed:.0%}",
             each.chosen,
             each.best,
@@ -312,10 +339,11 @@ def _show(scores: Sequence[Score]) -> None:
 def _measure(folder: Path, ranks: Ranks) -> None:
     """Chunk after chunk: its plans are built, take steps in turn, each round in the other order, and are closed."""
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
-    batch = load_file(folder / "batch.safetensors")
     watch = Watch(ranks, request["patience_s"])
     found: list[dict[str, list[float]]] = []
+    work = [_work_s(watch)]
     for chunk in request["chunks"]:
+        batch = load_file(folder / "batch.safetensors")
         pipelines = {plan: Pipeline(folder / plan, ranks.device) for plan in chunk}
         steps = {plan: _step_of(pipeline, folder, batch) for plan, pipeline in pipelines.items()}
         seconds: dict[str, list[float]] = {plan: [] for plan in chunk}
@@ -327,10 +355,26 @@ def _measure(folder: Path, ranks: Ranks) -> None:
         for pipeline in pipelines.values():
             pipeline.close()
         found.append(seconds)
+        work.append(_work_s(watch))
     if ranks.rank == 0:
         (folder / "steps.json").write_text(
-            json.dumps({"chunks": found, "disturbed": watch.disturbed / max(1, watch.measured)})
+            json.dumps({"chunks": found, "work_s": work, "disturbed": watch.disturbed / max(1, watch.measured)})
         )
+
+
+def _work_s(watch: Watch) -> float:
+    """Seconds of work that is the same each time, of all ranks at once: a product, and reading and writing more than caches hold."""
+    first, second, large = torch.randn(512, 512), torch.randn(512, 2048), torch.randn(2**22)
+
+    def work() -> float:
+        began = time.perf_counter()
+        for _ in range(WORK_TIMES):
+            torch.mm(first, second)
+            large.mul_(1.0)
+        return time.perf_counter() - began
+
+    work()
+    return statistics.median(watch.undisturbed(work) for _ in range(WORK_SAMPLES))
 
 
 def _step_of(pipeline: Pipeline, folder: Path, batch: dict[str, Tensor]) -> Callable[[], float]:

@@ -11,7 +11,7 @@
     pipeline     a schedule over two ranks, and its stage alone (CPU)
 
 A case runs first on one rank alone, then on as many at once as the machine has cores (or GPUs), which share its memory as plans do. A
-time is the lowest tenth of its samples, so that other processes count little. Collectives wait for all ranks and for the scheduler, as
+time is the median of its samples, as that of a program's steps is. Collectives wait for all ranks and for the scheduler, as
 those of programs do, so theirs is a mean without the extremes.
 """
 
@@ -312,7 +312,7 @@ class Small(nn.Module):
 
 
 def seconds(call: Call, device: torch.device, budget_s: float) -> float:
-    """Return the lowest decile of samples, each of several calls in a row, within about ``budget_s``."""
+    """Return the median of samples, each of several calls in a row, within about ``budget_s``."""
     timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(2):
         call()
@@ -322,7 +322,7 @@ def seconds(call: Call, device: torch.device, budget_s: float) -> float:
     stop = time.perf_counter() + budget_s
     while len(samples) < LEAST_SAMPLES or time.perf_counter() < stop:
         samples.append(timed(call, calls) / calls)
-    return sorted(samples)[len(samples) // 10]
+    return sorted(samples)[len(samples) // 2]
 
 
 def sustained(call: Call, device: torch.device, keep_s: float) -> float:

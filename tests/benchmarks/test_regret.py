@@ -69,11 +69,11 @@ def test_times_are_relative_to_the_plan_that_all_chunks_have(tmp_path: Path, mon
     found = [{"a": [1.0, 1.0, 1.1], "b": [2.0, 2.0, 9.0]}, {"a": [2.0, 2.0, 2.2], "c": [6.0, 6.0, 6.0]}]
 
     def launched(*_: Any, **__: Any) -> None:
-        (tmp_path / "steps.json").write_text(json.dumps({"chunks": found, "disturbed": 0.25}))
+        (tmp_path / "steps.json").write_text(json.dumps({"chunks": found, "work_s": [3.0, 5.0, 4.0], "disturbed": 0.25}))
 
     monkeypatch.setattr(regret, "torchrun", launched)
-    times, disturbed = regret._timed(tmp_path, 2, [["a", "b"], ["a", "c"]], 3, 0.0)
-    assert disturbed == 0.25
+    times, disturbed, work_s = regret._timed(tmp_path, 2, [["a", "b"], ["a", "c"]], 3, 0.0)
+    assert disturbed == 0.25 and work_s == 4.0
     assert times["b"] / times["a"] == pytest.approx(2)
     assert times["c"] / times["a"] == pytest.approx(3)
 
