@@ -422,7 +422,9 @@ def misfit(estimate: Estimate) -> str:
         else "a device"
     )
     need = "need" if len(stages) > 1 and len(estimate.stages) > 1 else "needs"
-    return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {estimate.room_text}"
+    needed = bytes_text(estimate.peak_memory_bytes[rank])
+    by = f", {bytes_text(estimate.missing_bytes)} too much" if estimate.room_text.startswith(needed) else ""
+    return f"does not fit: {where} {need} {needed} of {estimate.room_text}{by}"
 
 
 def _compute(best: Brief, other: Brief) -> str:
