@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from graphpar.cli import run_command
 from graphpar.cli.explain import DecisionExplainer, explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
-from graphpar.cli.parser import given_options
+from graphpar.cli.parser import build_parser, given_options
 from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import Clock, asked_precision, export_file
@@ -98,6 +99,8 @@ def run(options: argparse.Namespace) -> Result:
     if options.explain:
         with progress("pricing alternatives"):
             explained = _explanation(compilation, options.explain, constraints if given is None else None)
+    if folder is not None:
+        report["request"] = _kept_request(options, file, folder)
     written = "" if folder is None else _write(compilation, report, file, folder, options)
     clock.phase("emit")
     clock.step("codegen")
@@ -247,12 +250,32 @@ def _names(text: str) -> list[str]:
 def _requested(options: argparse.Namespace) -> dict[str, Any]:
     """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
     requested = given_options(options)
-    cluster = None if options.cluster is None else Cluster.parse(options.cluster)
+    cluster = Cluster.parse(options.cluster) if isinstance(options.cluster, str) else options.cluster
     if cluster is not None and options.devices not in (None, cluster.size):
         raise GraphparError(
             f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
         )
     return requested | {"cluster": cluster}
+
+
+_REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "mode", "eval", "skip")
+"""The options that a plan for other devices is made with, too."""
+_FILES = ("shard_plan", "table")
+
+
+def _kept_request(options: argparse.Namespace, file: ModelFile, folder: Path) -> dict[str, Any]:
+    """What was asked for, as ``graphpar resume`` asks for it again, with the hash of the model file; paths are relative to ``folder``."""
+    given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name)) is not None}
+    paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
+    return {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
+
+
+def again(record: Mapping[str, Any], folder: Path, model: str, **decided: Any) -> argparse.Namespace:
+    """Return the options of a ``compile`` that asks for what ``record``, of the report in ``folder``, says; but what is ``decided``."""
+    options = build_parser().parse_args(["compile", model])
+    given = dict(record.get("options", {}))
+    vars(options).update(given | {name: str(folder / given[name]) for name in _FILES if name in given} | decided)
+    return options
 
 
 def _own_pins(file: ModelFile, requested: Mapping[str, Any]) -> dict[str, Any]:
