@@ -258,14 +258,14 @@ def _requested(options: argparse.Namespace) -> dict[str, Any]:
     return requested | {"cluster": cluster}
 
 
-_REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "mode", "eval", "skip")
+_REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "skip")
 """The options that a plan for other devices is made with, too."""
 _FILES = ("shard_plan", "table")
 
 
 def _kept_request(options: argparse.Namespace, file: ModelFile, folder: Path) -> dict[str, Any]:
     """What was asked for, as ``graphpar resume`` asks for it again, with the hash of the model file; paths are relative to ``folder``."""
-    given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name)) is not None}
+    given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name, None)) is not None}
     paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
     return {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
 

@@ -181,10 +181,7 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
         "param_dtype": plan.param_dtype,
         "mode": plan.mode,
     }
-    numbers |= {
-        "pure": None,
-        "eval": before.program.evaluates_apart or before.request.get("options", {}).get("eval", False),
-    }
+    numbers |= {"pure": None, "eval": before.program.evaluates_apart}
     for used in range(devices, 0, -1):
         on = cluster
         if used < devices and cluster is not None:
@@ -273,8 +270,13 @@ def _command(new: Path, plan: Plan, options: argparse.Namespace) -> str:
 
 def _show(data: Mapping[str, Any], console: Console) -> None:
     lines = difference_lines(data["difference"])
+    lines = lines[: next((place for place, line in enumerate(lines) if line.startswith(" Step ")), len(lines))]
     if data["devices"] < data["given"]:
         lines += ["", f" {data['given']} devices can't be used, {data['devices']} are: {data['why']}"]
     lines += [""] + [f" Warning    {text}" for text in data["warnings"]]
-    lines += [f" {'Kept' if data['reused'] else 'Wrote':10} {data['out']}", f" Next       {data['command']}"]
+    lines += [
+        f" {'Kept' if data['reused'] else 'Wrote':10} {data['out']}",
+        f" Next       {data['command']}",
+        f"            graphpar diff {data['from']} {data['out']}",
+    ]
     print_wrapped(console, lines)
