@@ -160,7 +160,7 @@ def _carried(before: _Before, force: bool) -> list[str]:
     if lost and not force:
         raise GraphparError(
             f"{listed(lost, 8)} {'was' if len(lost) == 1 else 'were'} edited since {before.folder} was compiled, so the new program "
-            "would be another one. Undo that; or with --force leave edits of emitted files out, and take the model file as it is."
+            "would be another one. Undo that; or with --force leave edits of emitted files out, and take the model file with its changes."
         )
     return [name for name in edited.changed if name in CARRIED] + [
         name for name in edited.added if name.endswith(".py") and "/" not in name
@@ -172,7 +172,7 @@ def _carried(before: _Before, force: bool) -> list[str]:
 
 def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path) -> str:
     """Write the program for as many of the devices as can be used; returns why these are not all, or nothing."""
-    plan, reasons = before.plan, list[str]()
+    plan, reasons, fits = before.plan, list[str](), True
     usual = options_of(Decisions)
     numbers = {name: value for name in _NUMBERS if (value := getattr(plan, name)) != usual[name].usual}
     numbers |= {
@@ -182,7 +182,7 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
         "mode": plan.mode,
     }
     numbers |= {"pure": None, "eval": before.program.evaluates_apart}
-    for used in range(devices, 0, -1):
+    for used in range(devices, max(1, devices // 2) - 1, -1):
         on = cluster
         if used < devices and cluster is not None:
             try:
@@ -199,12 +199,13 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
             options.written, options.json = [], True
             try:
                 compile_command.run(options)
-            except NothingFits:
-                raise
             except GraphparError as error:
                 reasons.append(str(error))
+                fits &= not isinstance(error, NothingFits)
                 continue
-            return reasons[-1] if used < devices else ""
+            return reasons[0] if used < devices else ""
+        if not fits or (len(reasons) > 3 and len(set(reasons)) == 1):  # fewer devices won't help
+            break
     raise GraphparError(f"{before.folder} can't be planned for {plural(devices, 'device')}: {reasons[-1]}")
 
 

@@ -75,6 +75,45 @@ def test_it_is_planned_again_with_all_that_numbers_depend_on(out: Path, capsys: 
     assert f"{stage.name} was edited since" in capsys.readouterr().err
 
 
+_SMALL = """
+import torch
+from torch import nn
+
+model = lambda: nn.Sequential(nn.Linear(16, 16))
+example_inputs = example_targets = (torch.zeros(8, 16),)
+loss_fn = nn.functional.mse_loss
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program whose mesh is pinned, of a model that three devices can't divide."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "small.py").write_text(_SMALL)
+    pins = ["--mesh", "dp_replicate=4", "--microbatch-size", "2"]
+    assert main(["compile", str(folder / "small.py"), *pins, "--no-weights", "-o", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_fewer_devices_are_used_where_no_plan_has_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was pinned is pinned again where it can be."""
+    found = _resume(capsys, small, "--devices", 3)
+    assert (found["given"], found["devices"]) == (3, 2) and found["why"]
+    eight = _plan(Path(_resume(capsys, small, "--devices", 8)["out"]))
+    assert (eight["mesh"]["dp_replicate"], eight["microbatch_size"]) == (8, 1)
+    two = _plan(Path(_resume(capsys, small, "--devices", 2)["out"]))
+    assert two["global_batch"] == 8
+
+
+@pytest.mark.costly
+def test_ranks_that_the_plan_does_not_use_wait_for_the_others(small: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
+    command += ["graphpar.runtime.launching.elastic", str(small), "--steps", "3", "--log-file", str(tmp_path / "log")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert [step for step, *_ in _logged(tmp_path / "log")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
