@@ -273,8 +273,10 @@ def _kept_request(options: argparse.Namespace, file: ModelFile, folder: Path) ->
 def again(record: Mapping[str, Any], folder: Path, model: str, **decided: Any) -> argparse.Namespace:
     """Return the options of a ``compile`` that asks for what ``record``, of the report in ``folder``, says; but what is ``decided``."""
     options = build_parser().parse_args(["compile", model])
-    given = dict(record.get("options", {}))
-    vars(options).update(given | {name: str(folder / given[name]) for name in _FILES if name in given} | decided)
+    vars(options).update({**record.get("options", {}), **decided})
+    for name in _FILES:
+        if (path := getattr(options, name)) is not None:
+            setattr(options, name, str(folder / path))
     return options
 
 

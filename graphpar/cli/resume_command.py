@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
 from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, options_of
 from graphpar.runtime.plan_record import kept_report, read_object
 from graphpar.text import listed, plural
@@ -210,15 +212,28 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
 
 
 def _layouts(before: _Before, cluster: Cluster | None, devices: int) -> Iterator[dict[str, Any]]:
-    """Yield what to ask for of the layout, until a plan is found: a kept plan, what was asked for before, and nothing."""
+    """Yield what to pin of the layout, until a plan is found: a kept plan, what was pinned before, of it the mesh, and nothing."""
     request = before.request.get("options", {})
     kept = None if cluster is None else _best_kept(before, cluster)
+    free = dict.fromkeys(_LAYOUT)
     if kept is not None:
-        yield dict.fromkeys(_LAYOUT) | kept
+        yield free | kept
     asked = {name: request[name] for name in _LAYOUT if name in request}
-    yield asked
-    if asked:
-        yield dict.fromkeys(_LAYOUT)
+    mesh = _resized(Mesh.parse(asked.pop("mesh")), devices) if "mesh" in asked else {}
+    pinned = {"mesh": ",".join(f"{axis}={degree}" for axis, degree in mesh.items())} if mesh else {}
+    for layout in (asked | pinned, pinned) if asked else (pinned,):
+        if layout:
+            yield free | layout
+    yield free
+
+
+def _resized(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
+    """Return the degrees that were pinned, with as many replicas as there are now; nothing where they don't divide the devices."""
+    axis = next((axis for axis in ("dp_shard", "dp_replicate") if axis in mesh), None)
+    others = math.prod(degree for name, degree in mesh.items() if name != axis)
+    if devices % others:
+        return {}
+    return dict(mesh) | ({} if axis is None else {axis: devices // others})
 
 
 def _best_kept(before: _Before, cluster: Cluster) -> dict[str, Any] | None:

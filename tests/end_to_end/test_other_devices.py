@@ -87,10 +87,10 @@ loss_fn = nn.functional.mse_loss
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program whose mesh is pinned, of a model that three devices can't divide."""
+    """A program whose mesh is pinned, with a loss that three devices can't have: of replicas of eight rows."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "small.py").write_text(_SMALL)
-    pins = ["--mesh", "dp_replicate=4", "--microbatch-size", "2"]
+    pins = ["--mesh", "dp_replicate=4", "--microbatch-size", "2", "--dp-mean"]
     assert main(["compile", str(folder / "small.py"), *pins, "--no-weights", "-o", str(folder / "out")]) == 0
     return folder / "out"
 
@@ -99,6 +99,7 @@ def test_fewer_devices_are_used_where_no_plan_has_all(small: Path, capsys: pytes
     """What was pinned is pinned again where it can be."""
     found = _resume(capsys, small, "--devices", 3)
     assert (found["given"], found["devices"]) == (3, 2) and found["why"]
+    assert "--dp-mean" in found["warnings"][0]
     eight = _plan(Path(_resume(capsys, small, "--devices", 8)["out"]))
     assert (eight["mesh"]["dp_replicate"], eight["microbatch_size"]) == (8, 1)
     two = _plan(Path(_resume(capsys, small, "--devices", 2)["out"]))
