@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import math
 import os
 import sys
@@ -99,8 +100,6 @@ def run(options: argparse.Namespace) -> Result:
     if options.explain:
         with progress("pricing alternatives"):
             explained = _explanation(compilation, options.explain, constraints if given is None else None)
-    if folder is not None:
-        report["request"] = _kept_request(options, file, folder)
     written = "" if folder is None else _write(compilation, report, file, folder, options)
     clock.phase("emit")
     clock.step("codegen")
@@ -258,20 +257,24 @@ def _requested(options: argparse.Namespace) -> dict[str, Any]:
     return requested | {"cluster": cluster}
 
 
+REQUEST = "request.json"
+"""The file of a program's folder that says what was requested of ``compile``."""
 _REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "skip")
 """The options that a plan for other devices is made with, too."""
 _FILES = ("shard_plan", "table")
 
 
-def _kept_request(options: argparse.Namespace, file: ModelFile, folder: Path) -> dict[str, Any]:
-    """What was asked for, as ``graphpar resume`` asks for it again, with the hash of the model file; paths are relative to ``folder``."""
+def _request_text(options: argparse.Namespace, file: ModelFile, folder: Path) -> str:
+    """What was requested, as ``graphpar resume`` requests it again, with the hash of the model file; paths are relative to ``folder``."""
     given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name, None)) is not None}
     paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
-    return {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
+    data = {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
+    return json.dumps(data, indent=1) + "\n"
 
 
 def again(record: Mapping[str, Any], folder: Path, model: str, **decided: Any) -> argparse.Namespace:
-    """Return the options of a ``compile`` that asks for what ``record``, of the report in ``folder``, says; but what is ``decided``."""
+    """Return the options of a ``compile`` that requests what ``record``, the request of the program in ``folder``, says, but what is
+    ``decided``."""
     options = build_parser().parse_args(["compile", model])
     vars(options).update({**record.get("options", {}), **decided})
     for name in _FILES:
@@ -331,6 +334,7 @@ def _write(
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
         parts = api.printed(compilation, report, reference, optimizer_file(file.path, file.reference))
+        parts = replace(parts, files={**parts.files, REQUEST: _request_text(options, file, folder)})
     requested = options.weights if options.weights is not None else options.run or None
     size = sum(info.whole_numel * info.dtype.itemsize for info in parts.program.whole_state())
     state, said = None, "none; train.py takes a file of them with --weights"

@@ -57,18 +57,14 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class _Before:
-    """The program whose training goes on: its folder, plan and report, and where its model is."""
+    """The program whose training goes on: its folder, plan and report, what it was compiled with, and where its model is."""
 
     folder: Path
     program: Manifest
     plan: Plan
-    report: Mapping[str, Any]
+    report: Mapping[str, Any] | None
+    request: Mapping[str, Any]
     model: str
-
-    @property
-    def request(self) -> Mapping[str, Any]:
-        """What it was compiled with, as :func:`graphpar.cli.compile_command.again` takes it."""
-        return self.report.get("request", {})  # type: ignore[no-any-return]
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -97,7 +93,7 @@ def run(options: argparse.Namespace) -> Result:
         "reused": reused,
         "why": why,
         "warnings": list(_warnings(before.plan, after.plan)),
-        "difference": difference(Side(str(before.folder), before.plan, before.report or None), after),
+        "difference": difference(Side(str(before.folder), before.plan, before.report), after),
         "command": _command(new, after.plan, options),
     }
     starts = options.checkpoint is not None and not options.no_run
@@ -112,7 +108,7 @@ def run(options: argparse.Namespace) -> Result:
 def _before(out: str) -> _Before:
     folder = program_folder(out)
     program, written = read_program(folder)
-    plan, report = read_plan(folder / "plan.json", written), kept_report(folder / "plan.json", written) or {}
+    plan, report = read_plan(folder / "plan.json", written), kept_report(folder / "plan.json", written)
     if plan.mode != "train":
         raise GraphparError(f"{folder} is for {plan.mode}; only training goes on. Compile the model for the devices.")
     if not program.model_file:
@@ -120,7 +116,9 @@ def _before(out: str) -> _Before:
             f"{folder} names no model file, so it can't be planned again: write it with graphpar compile, or give "
             "graphpar.partition(..., model_file=...)."
         )
-    return _Before(folder, program, plan, report, str(find_model_file(folder, program.model_file)))
+    file = folder / compile_command.REQUEST
+    request = read_object(file) if file.is_file() else {}
+    return _Before(folder, program, plan, report, request, str(find_model_file(folder, program.model_file)))
 
 
 def _cluster(plan: Plan, options: argparse.Namespace) -> Cluster | None:
