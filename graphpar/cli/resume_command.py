@@ -276,10 +276,11 @@ def _warnings(old: Plan, new: Plan) -> Iterator[str]:
 
 def _command(new: Path, plan: Plan, options: argparse.Namespace) -> str:
     """Return how training goes on by hand."""
-    here = os.path.relpath(new)
-    place = "CKPT" if options.checkpoint is None else os.path.relpath(options.checkpoint)
     steps = "" if options.steps is None else f" --steps {options.steps}"
-    return f"torchrun --nproc-per-node {plan.mesh.size} {here}/train.py --checkpoint {place}{steps}"
+    place = "CKPT" if options.checkpoint is None else str(options.checkpoint.resolve())
+    if plan.cluster is not None and plan.cluster.nodes > 1:
+        return f"HEAD=NAME {os.path.relpath(new)}/launch.sh --checkpoint {place}{steps}"
+    return f"torchrun --nproc-per-node {plan.mesh.size} {os.path.relpath(new)}/train.py --checkpoint {place}{steps}"
 
 
 def _show(data: Mapping[str, Any], console: Console) -> None:

@@ -354,7 +354,7 @@ _ELASTIC = """\
 
 _BOUNDS = """least= most=
 while [[ ${1:-} == --min-nodes || ${1:-} == --max-nodes ]]; do
-    if [[ $1 == --min-nodes ]]; then least=${2:-}; else most=${2:-}; fi
+    if [[ $1 == --min-nodes ]]; then least=${2:-none}; else most=${2:-none}; fi
     shift $(($# < 2 ? $# : 2))
 done
 """

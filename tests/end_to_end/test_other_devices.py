@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,24 @@ def test_fewer_devices_are_used_where_no_plan_has_all(small: Path, capsys: pytes
     assert two["global_batch"] == 8
 
 
+def test_files_that_were_given_are_found_from_anywhere(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a shard plan, whose pins the new plan has, too; and a model file that has changed since is refused."""
+    model, out = tmp_path / "model.py", tmp_path / "deep" / "out"
+    model.write_text(_SMALL)
+    (tmp_path / "pins.toml").write_text('"0" = "colwise"\n')
+    monkeypatch.chdir(tmp_path)
+    pins = ["--devices", "2", "--mesh", "tp=2", "--shard-plan", "pins.toml"]
+    assert main(["compile", "model.py", *pins, "--no-weights", "-o", str(out)]) == 0
+    monkeypatch.chdir(small)
+    four = _plan(Path(_resume(capsys, out, "--devices", 4)["out"]))
+    assert four["mesh"]["tp"] >= 2 and four["parameters"]["0.weight"]["tp"] == "S(0)"
+    model.write_text(_SMALL.replace("16, 16", "16, 16, bias=False", 1))
+    assert main(["resume", str(out), "--devices", "3"]) == 2
+    assert "model.py was edited since" in capsys.readouterr().err
+
+
 @pytest.mark.costly
 def test_ranks_that_the_plan_does_not_use_wait_for_the_others(small: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
@@ -182,10 +201,16 @@ def test_losses_are_those_of_one_device(
 # ---- nodes that are lost and come back -------------------------------------------------------------------------------
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class _Nodes:
     """Nodes, each a launch.sh with one rank."""
 
-    def __init__(self, out: Path, folder: Path, steps: int = 100_000) -> None:
+    def __init__(self, out: Path, folder: Path, head: str, steps: int = 100_000) -> None:
         self._command = [str(out / "launch.sh"), "--min-nodes", "3", "--max-nodes", "4", "--steps", str(steps)]
         self._command += [
             "--checkpoint",
@@ -196,7 +221,7 @@ class _Nodes:
             str(folder / "log"),
         ]
         self._environment = {
-            **os.environ, "HEAD": str(folder / f"rendezvous{steps}"), "JOB": f"{folder.name}-{steps}",
+            **os.environ, "HEAD": head, "PORT": str(_free_port()), "JOB": f"{folder.name}-{steps}",
             "DEVICES": "1", "GRAPHPAR_DELAY": "after_loss:300",
             "RENDEZVOUS": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5",
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -260,12 +285,15 @@ def _bounded(nodes: _Nodes) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("head", "kills"), [("a file", 9), ("a node", 1)])
 def test_training_goes_on_when_nodes_are_lost_and_come_back(
-    out: Path, one: Path, tmp_path: Path, pool: RankPool
+    head: str, kills: int, out: Path, one: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    """One of four nodes is killed, any of them; others come in its place while those that are left start, or after some steps."""
-    kills = 10 if SEED == "all" else 1
-    draw, nodes, log = random.Random(SEED), _Nodes(out, tmp_path), tmp_path / "log"
+    """One of four nodes is killed, any of them (but the one where they meet); others come in its place while those that are left start, or
+    after some steps."""
+    kept, kills = (head == "a node"), kills if SEED == "all" else 1
+    head = "127.0.0.1" if kept else str(tmp_path / "rendezvous")
+    draw, nodes, log = random.Random(SEED), _Nodes(out, tmp_path, head), tmp_path / "log"
 
     def go_on(ranks: int) -> None:
         _until(lambda: nodes.ranks() == ranks, nodes)
@@ -273,23 +301,26 @@ def test_training_goes_on_when_nodes_are_lost_and_come_back(
         _until(lambda: len(_logged(log)) >= taken + 2, nodes)
 
     with _bounded(nodes):
-        for _ in range(4):
+        nodes.add()
+        if kept:
+            time.sleep(15)  # it is the one where they meet
+        for _ in range(3):
             nodes.add()
         go_on(4)
         for _ in range(kills):
-            nodes.lose(draw.choice(nodes.up))
+            nodes.lose(draw.choice(nodes.up[kept:]))
             if draw.random() < 0.5:
                 go_on(3)
             nodes.add()
             go_on(4)
-        nodes.lose(draw.choice(nodes.up))
+        nodes.lose(draw.choice(nodes.up[kept:]))
         go_on(3)
         for node in nodes.up:
             node.terminate()  # as Slurm does before the time is up
         _until(lambda: all(node.poll() is not None for node in nodes.up), nodes)
         last = int((tmp_path / "ck" / "latest").read_text())
         assert last == 1 + max(step for step, *_ in _logged(log)), nodes.printed()
-        nodes = _Nodes(out, tmp_path, last + 3)
+        nodes = _Nodes(out, tmp_path, str(tmp_path / "again"), last + 3)
         with _bounded(nodes):
             for _ in range(3):
                 nodes.add()
