@@ -127,11 +127,24 @@ def test_files_that_were_given_are_found_from_anywhere(
 
 @pytest.mark.costly
 def test_ranks_that_the_plan_does_not_use_wait_for_the_others(small: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
-    command += ["graphpar.runtime.launching.elastic", str(small), "--steps", "3", "--log-file", str(tmp_path / "log")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    ended = _elastic(small, "--steps", "3", "--log-file", str(tmp_path / "log"))
     assert ended.returncode == 0, ended.stderr
     assert [step for step, *_ in _logged(tmp_path / "log")] == [0, 1, 2]
+
+
+@pytest.mark.costly
+def test_where_there_is_no_plan_nothing_is_started_again(small: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(small, tmp_path / "out"))  # whose model file is not there
+    ended = _elastic(out, "--steps", "3")
+    assert ended.returncode != 0 and ended.stderr.count("names the model file") == 1, ended.stderr
+
+
+def _elastic(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Start three ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=5"]
+    command += ["-m", "graphpar.runtime.launching.elastic", str(out), *options]
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, **own})
 
 
 @pytest.mark.parametrize(

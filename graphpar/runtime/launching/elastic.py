@@ -15,8 +15,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphpar.runtime import distributed
@@ -29,6 +30,8 @@ ORIGIN = "resumed.json"
 """The file of a resumed program that says of which program, by a hash, it goes on with the training."""
 MISSED_S = 15.0
 """How long a rank whose training was asked to end on another node waits to be ended by torchrun, before it asks to be started again."""
+LOST_S = 60.0
+"""After how long without a sign of rank 0 it is taken for lost."""
 LOOKING_S = 0.2
 
 
@@ -63,15 +66,20 @@ def ranks_of(program: Path) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     """Run this rank's part of the program for as many ranks as there are; ``arguments``: OUT, and options of its ``train.py``."""
-    out, *given = arguments
+    out, given = Path(arguments[0]), arguments[1:]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    began = time.time()
-    program = _program(Path(out), rank, ranks)
+    program = out if ranks == ranks_of(out) else resumed_folder(out, ranks)
+    if program != out:
+        if rank == 0:
+            for old in program.parent.glob(_note(program, "*", "*").name):
+                old.unlink(missing_ok=True)
+            threading.Thread(target=_say_alive, args=(_note(program, "alive"),), daemon=True).start()
+            if not is_resumed(program, out):
+                _plan(out, program, ranks)
+        _await(lambda: is_resumed(program, out), program)
     used = ranks_of(program)
-    ended = program.with_name(f".{program.name}.ended-{os.environ.get('TORCHELASTIC_RUN_ID', '')}")
     if rank >= used:
-        while not (ended.is_file() and ended.stat().st_mtime >= began):
-            time.sleep(LOOKING_S)
+        _await(_note(program, "ended").is_file, program)
         return
     os.environ["WORLD_SIZE"] = str(used)
     distributed.GRACE_S = 0.0  # torchrun starts all ranks again, whichever of them says first that one is lost
@@ -81,31 +89,52 @@ def main(arguments: Sequence[str]) -> None:
     if StopSignal.ended:
         _await_end()
     elif rank == 0 and used < ranks:
-        ended.touch()
+        _note(program, "ended").touch()
 
 
-def _program(out: Path, rank: int, ranks: int) -> Path:
-    """Return the program for so many ranks; rank 0 plans it where it is not there, and others wait."""
-    if ranks == ranks_of(out):
-        return out
-    folder = resumed_folder(out, ranks)
-    if rank == 0 and not is_resumed(folder, out):
-        print(f"planning for {ranks} ranks in {folder}", flush=True)
-        command = [sys.executable, "-m", "graphpar", "resume", str(out), "--devices", str(ranks), "--no-run"]
-        usual = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            and not name.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))
-        }
-        planned = subprocess.Popen([*command, "-o", str(folder)], env=usual, stdout=subprocess.DEVNULL)
-        before = signal.signal(signal.SIGTERM, lambda *_: _end_with(planned.pid))
-        if planned.wait():
-            raise SystemExit(USER_ERROR)  # it has said why
-        signal.signal(signal.SIGTERM, before)
-    while not is_resumed(folder, out):
+def _plan(out: Path, program: Path, ranks: int) -> None:
+    """Plan for so many ranks, in a process that has nothing of torchrun's environment."""
+    print(f"planning for {ranks} ranks in {program}", flush=True)
+    command = [sys.executable, "-m", "graphpar", "resume", str(out), "--devices", str(ranks), "--no-run"]
+    usual = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        and not name.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))
+    }
+    planned = subprocess.Popen([*command, "-o", str(program)], env=usual, stdout=subprocess.DEVNULL)
+    before = signal.signal(signal.SIGTERM, lambda *_: _end_with(planned.pid))
+    if planned.wait():  # it has said why
+        _note(program, "failed").touch()
+    signal.signal(signal.SIGTERM, before)
+
+
+def _note(program: Path, what: str, port: str | None = None) -> Path:
+    """Return the file by which rank 0 tells the others something; each start of the ranks has a port, and so files, of its own."""
+    job, port = os.environ.get("TORCHELASTIC_RUN_ID", ""), port or os.environ["MASTER_PORT"]
+    return program.with_name(f".{program.name}.{what}-{re.sub(r'[^A-Za-z0-9-]', '_', job)}-{port}")
+
+
+def _say_alive(note: Path) -> None:
+    while True:
+        note.touch()
+        time.sleep(1)
+
+
+def _await(done: Callable[[], bool], program: Path) -> None:
+    """Wait for rank 0. Where it can't plan, no other start helps, so torchrun is ended on all nodes; where it is lost, the ranks are
+    started again."""
+    alive, failed = _note(program, "alive"), _note(program, "failed")
+    seen, since = 0, time.monotonic()
+    while not done():
+        if failed.exists():
+            os.kill(os.getppid(), signal.SIGTERM)
+            raise SystemExit(USER_ERROR)
+        if (now := alive.stat().st_mtime_ns if alive.exists() else 0) != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > LOST_S:
+            raise SystemExit(1)
         time.sleep(LOOKING_S)
-    return folder
 
 
 def _end_with(planner: int) -> None:
