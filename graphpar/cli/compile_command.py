@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import math
 import os
 import sys
@@ -19,7 +21,7 @@ from graphpar.cli import run_command
 from graphpar.cli.explain import DecisionExplainer, explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
-from graphpar.cli.parser import given_options
+from graphpar.cli.parser import build_parser, given_options
 from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import Clock, asked_precision, export_file
@@ -247,12 +249,38 @@ def _names(text: str) -> list[str]:
 def _requested(options: argparse.Namespace) -> dict[str, Any]:
     """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
     requested = given_options(options)
-    cluster = None if options.cluster is None else Cluster.parse(options.cluster)
+    cluster = Cluster.parse(options.cluster) if isinstance(options.cluster, str) else options.cluster
     if cluster is not None and options.devices not in (None, cluster.size):
         raise GraphparError(
             f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
         )
     return requested | {"cluster": cluster}
+
+
+REQUEST = "request.json"
+"""The file of a program's folder that says what was requested of ``compile``."""
+_REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "skip")
+"""The options that a plan for other devices is made with, too."""
+_FILES = ("shard_plan", "table")
+
+
+def _request_text(options: argparse.Namespace, file: ModelFile, folder: Path) -> str:
+    """What was requested, as ``graphpar resume`` requests it again, with the hash of the model file; paths are relative to ``folder``."""
+    given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name, None)) is not None}
+    paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
+    data = {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
+    return json.dumps(data, indent=1) + "\n"
+
+
+def again(record: Mapping[str, Any], folder: Path, model: str, **decided: Any) -> argparse.Namespace:
+    """Return the options of a ``compile`` that requests what ``record``, the request of the program in ``folder``, says, but what is
+    ``decided``."""
+    options = build_parser().parse_args(["compile", model])
+    vars(options).update({**record.get("options", {}), **decided})
+    for name in _FILES:
+        if (path := getattr(options, name)) is not None:
+            setattr(options, name, str(folder / path))
+    return options
 
 
 def _own_pins(file: ModelFile, requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,6 +334,7 @@ def _write(
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
         parts = api.printed(compilation, report, reference, optimizer_file(file.path, file.reference))
+        parts = replace(parts, files={**parts.files, REQUEST: _request_text(options, file, folder)})
     requested = options.weights if options.weights is not None else options.run or None
     size = sum(info.whole_numel * info.dtype.itemsize for info in parts.program.whole_state())
     state, said = None, "none; train.py takes a file of them with --weights"

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _FOR_USERS = (GraphparError, RuntimeProgramError, PermissionError, NotADirectoryError, FileExistsError)
 """Errors whose messages are for users."""
-_WRITE_AS_THEY_GO = ("run", "checkpoint")
+_WRITE_AS_THEY_GO = ("run", "checkpoint", "resume")
 """Commands whose processes write weights and checkpoints, which are not noted."""
 
 

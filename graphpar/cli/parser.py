@@ -309,6 +309,18 @@ def _what_if(parser: Parser) -> None:
     _json(parser, "print the answer as one JSON object")
 
 
+def _resume(parser: Parser) -> None:
+    parser.add_argument("out", metavar="OUT", help="the emitted folder whose training is to go on")
+    parser.add_argument("--devices", type=count, metavar="N", help="how many devices there are now")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="which, where they are not of the kind and the nodes of before")
+    parser.add_argument("-o", "--new", metavar="DIR", help="where to write the program (default: OUT-Ndev, next to OUT)")
+    parser.add_argument("--checkpoint", type=input_file, metavar="DIR", help="then train here from the latest of these checkpoints")
+    parser.add_argument("--steps", type=count, help="steps in all, of train.py (default: 10)")
+    parser.add_argument("--no-run", action="store_true", help="write the program only, even with --checkpoint")
+    parser.add_argument("--force", action="store_true", help="leave out edits of files that depend on the plan, and of the model file")
+    _json(parser, "print both plans and what differs as one JSON object")
+
+
 def _sweep(parser: Parser) -> None:
     _model(parser)
     parser.add_argument("--cluster", metavar="NAME,NAME", required=True, help="clusters: 8xH100,2x8xH100")
@@ -383,6 +395,9 @@ COMMANDS = {
     "estimate": Command("estimate_command.run", "price an existing plan: seconds, communication, memory", _estimate),
     "what-if": Command(
         "what_if_command.run", "the plan again at another batch, network, device or number of devices", _what_if
+    ),
+    "resume": Command(
+        "resume_command.run", "go on with training on fewer or more devices, from its checkpoint", _resume
     ),
     "sweep": Command("sweep_command.run", "the chosen plans for several clusters and batches, as a table", _sweep),
     "calibrate": Command(

@@ -84,6 +84,7 @@ def launch(
     compile: bool | None = None,
     cuda_graphs: bool = False,
     generation: Mapping[str, Any] | None = None,
+    checkpoint: Path | None = None,
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
@@ -94,6 +95,7 @@ def launch(
         compile: whether ``torch.compile`` compiles the blocks, by default as planned; refused before anything starts where it can't.
         cuda_graphs: whether steps of training are replayed as one CUDA graph.
         generation: options of a program for generation, by name.
+        checkpoint: where training goes on from, and saves; then on the data of ``train.py``, not on one batch.
     """
     program, plan = read_program(folder)
     generates = program.mode == GENERATE
@@ -119,7 +121,7 @@ def launch(
         backend_of(program, compile, device)  # refuses what it can't
     with reading_report(folder / "plan.json"):
         predicted = prediction(folder, plan, devices)
-    if not {"weights", "checkpoint"} & set(generation):
+    if checkpoint is None and not {"weights", "checkpoint"} & set(generation):
         prepare(folder, program)
 
     print(
@@ -133,6 +135,8 @@ def launch(
         arguments = ["--steps", str(steps), "--json", str(history), *given]
         if generates:
             arguments = ["--json", str(history), *script_arguments(generation)]
+        elif checkpoint is not None:
+            arguments += ["--checkpoint", str(checkpoint)]
         elif (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:

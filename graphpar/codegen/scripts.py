@@ -313,15 +313,15 @@ _SHELL = """#!/usr/bin/env bash
 # {verb} {name} on {where}. {usage}
 #
 # Set in the environment, where it is otherwise: NODES, DEVICES (of a node), PORT, JOB (a name, if several jobs share a node).
-set -euo pipefail
+{elastic}set -euo pipefail
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 
-nodes=${{NODES:-{nodes}}} devices=${{DEVICES:-{devices}}}
+{bounds}nodes=${{NODES:-{nodes}}} devices=${{DEVICES:-{devices}}}
 if ! [[ $nodes =~ ^[1-9][0-9]*$ && $devices =~ ^[1-9][0-9]*$ ]]; then
     echo "launch.sh: NODES=$nodes and DEVICES=$devices must be whole numbers above 0" >&2
     exit 2
 fi
-if ((nodes * devices != {ranks})); then
+if {unbounded}((nodes * devices != {ranks})); then
     echo "launch.sh: the program runs on {ranks} ranks; NODES=$nodes times DEVICES=$devices is $((nodes * devices))" >&2
     exit 2
 fi
@@ -332,7 +332,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{grace}
 # On GPUs: memory that the allocator returns in pieces of any size, and a record of each rank's last collectives where one runs out of time.
 export PYTORCH_ALLOC_CONF=${{PYTORCH_ALLOC_CONF:-expandable_segments:True}}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${{TORCH_NCCL_DUMP_ON_TIMEOUT:-1}} TORCH_FR_BUFFER_SIZE=${{TORCH_FR_BUFFER_SIZE:-2000}}
-if ((nodes == 1)); then
+{start}if ((nodes == 1)); then
     # Ranks of one node meet in a file and on its loopback, where no other machine reaches them.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     exec torchrun --nproc-per-node "$devices" --local-addr localhost --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
@@ -344,6 +344,38 @@ if [[ -z ${{HEAD:-}} ]]; then
 fi
 exec torchrun --nnodes "$nodes" --nproc-per-node "$devices" --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
     --rdzv-endpoint "$HEAD:${{PORT:-29500}}" {script} "$@"
+"""
+
+_ELASTIC = """\
+# With --min-nodes A --max-nodes B as first options, and --checkpoint, nodes may be lost and come back, in a folder that all of them share.
+# HEAD is then a node that stays, or the path of a new file in such a folder, so that any may be lost. RESTARTS: after how many losses it
+# ends (100). RENDEZVOUS: settings of torchrun's --rdzv-conf, such as last_call_timeout=30, the seconds that more nodes are waited for.
+"""
+
+_BOUNDS = """least= most=
+while [[ ${1:-} == --min-nodes || ${1:-} == --max-nodes ]]; do
+    if [[ $1 == --min-nodes ]]; then least=${2:-none}; else most=${2:-none}; fi
+    shift $(($# < 2 ? $# : 2))
+done
+"""
+
+_START = """if [[ -n $least$most ]]; then
+    most=${{most:-$nodes}}
+    if ! [[ $least =~ ^[1-9][0-9]*$ && $most =~ ^[1-9][0-9]*$ ]] || ((least > most)); then
+        echo "launch.sh: --min-nodes $least --max-nodes $most must be whole numbers above 0, the first not above the second" >&2
+        exit 2
+    fi
+    if [[ -z ${{HEAD:-}} || " $* " != *" --checkpoint"[[:space:]=]* ]]; then
+        echo "launch.sh: --min-nodes needs HEAD, the same on all nodes, and --checkpoint, from which training goes on" >&2
+        exit 2
+    fi
+    conf=keep_alive_interval=5 endpoint="$HEAD:${{PORT:-29500}}"
+    if [[ $HEAD == /* ]]; then conf=store_type=file endpoint=$HEAD; fi
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # the ranks' own store is a new one after each change
+    exec torchrun --nnodes "$least:$most" --nproc-per-node "$devices" --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}" \\
+        --rdzv-backend c10d --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\
+        --module graphpar.runtime.launching.elastic "$PWD" "$@"
+fi
 """
 
 _SLURM = """#!/usr/bin/env bash
@@ -414,7 +446,7 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
         name: of the model.
     """
     example = EXAMPLES[plan.mode]
-    ranks = plan.mesh.size
+    ranks, trains = plan.mesh.size, plan.mode == "train"
     node = plan.cluster.host_devices if plan.cluster is not None else ranks
     devices = min(node, ranks) if ranks % min(node, ranks) == 0 else math.gcd(node, ranks)
     nodes = ranks // devices
@@ -441,6 +473,10 @@ def launch_files(name: str, plan: Plan) -> dict[str, str]:
         "example": example,
         "grace": round(STOP_GRACE_S),
         "usage": usage,
+        "elastic": _ELASTIC if trains else "",
+        "bounds": _BOUNDS if trains else "",
+        "unbounded": "[[ -z $least$most ]] && " if trains else "",
+        "start": _START.format(job=job or "graphpar") if trains else "",
         "devices_of_a_task": f"#SBATCH --gpus-per-node={devices}\n" if gpus else "",
         "resources": _RESOURCES.format(vendor="amd" if place.startswith("MI") else "nvidia", devices=devices)
         if gpus

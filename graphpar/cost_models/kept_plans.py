@@ -151,7 +151,7 @@ class Change:
 
 
 def _resized(cluster: Cluster, devices: int) -> Cluster:
-    if devices <= cluster.devices_per_node:
+    if devices <= cluster.devices_per_node or (cluster.nodes == 1 and cluster.device.kind == "cpu"):
         return replace(cluster, nodes=1, devices_per_node=devices)
     if devices % cluster.devices_per_node:
         raise GraphparError(

@@ -133,7 +133,13 @@ class StopSignal:
 
     Whether any rank has one is known from a sum over all ranks. It travels with one that a step makes anyway, of the gradient's norm
     (:meth:`summed`); only after a step without that there is one of its own.
+
+    Attributes:
+        noted: whether this process has had one.
+        ended: whether training has ended for one that any rank had.
     """
+
+    noted = ended = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -149,7 +155,7 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: object) -> None:
-        now = time.monotonic()
+        now, StopSignal.noted = time.monotonic(), True
         if self._noted_at is None:
             self._noted_at = now
         elif now - self._noted_at > STOP_GRACE_S:

@@ -308,7 +308,8 @@ def assert_same_files(first: Path, second: Path) -> None:
     names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert names == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     for name in names:
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+        if name not in (Path("request.json"), Path(".graphpar.json")):  # what was requested, and hashes, also of that
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_a_sharded_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

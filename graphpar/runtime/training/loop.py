@@ -198,7 +198,7 @@ class Training:
             if args.checkpoint and (last or done % args.checkpoint_every == 0 or (best and args.keep_best)):
                 self._save(done, best=best and args.keep_best, wait=last or not args.checkpoint_async)
             if last:
-                self._stopped = stopped
+                self._stopped = StopSignal.ended = stopped
                 break
         self._finished = True
 

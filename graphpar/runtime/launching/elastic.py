@@ -1,0 +1,156 @@
+"""Training that goes on when nodes are lost or come back: a rank runs the program that was planned for as many ranks as there are.
+
+    torchrun --nnodes 3:4 -m graphpar.runtime.launching.elastic OUT OPTIONS
+        WORLD_SIZE ──► OUT, or OUT-3dev, planned by rank 0 where it is not there ──► its train.py, from the last checkpoint
+
+Each change of the nodes starts the ranks again. The disk that holds OUT and the checkpoints is shared by all nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from graphpar.runtime import distributed
+from graphpar.runtime.distributed import USER_ERROR, StopSignal
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.launching.process_supervisor import descendants
+from graphpar.runtime.plan_record import read_object
+
+ORIGIN = "resumed.json"
+"""The file of a resumed program that says of which program, by a hash, it goes on with the training."""
+MISSED_S = 15.0
+"""How long a rank whose training was asked to end on another node waits to be ended by torchrun, before it asks to be started again."""
+LOST_S = 60.0
+"""After how long without a sign of rank 0 it is taken for lost."""
+LOOKING_S = 0.2
+
+
+def resumed_folder(out: Path, devices: int) -> Path:
+    """Return where the program of ``out`` is planned for other ``devices``: beside it, ``NAME-3dev``."""
+    return out.with_name(f"{re.sub(r'-[0-9]+dev$', '', out.resolve().name)}-{devices}dev")
+
+
+def origin_of(out: Path) -> str:
+    """Return a hash of a program: of its plan and of its Python files, which users edit and add to."""
+    found = hashlib.sha256()
+    for file in (out / "plan.json", *sorted(out.glob("*.py"))):
+        found.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def is_resumed(folder: Path, out: Path) -> bool:
+    """Whether ``folder`` holds a program that was made to go on with the training of ``out`` as that is now."""
+    try:
+        return read_object(folder / ORIGIN).get("origin") == origin_of(out)
+    except (OSError, RuntimeProgramError):
+        return False
+
+
+def ranks_of(program: Path) -> int:
+    """Return on how many ranks a program runs."""
+    size = 1
+    for degree in read_object(program / "plan.json")["mesh"].values():
+        size *= int(degree)
+    return size
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run this rank's part of the program for as many ranks as there are; ``arguments``: OUT, and options of its ``train.py``."""
+    out, given = Path(arguments[0]), arguments[1:]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    program = out if ranks == ranks_of(out) else resumed_folder(out, ranks)
+    if program != out:
+        if rank == 0:
+            for old in program.parent.glob(_note(program, "*", "*").name):
+                old.unlink(missing_ok=True)
+            threading.Thread(target=_say_alive, args=(_note(program, "alive"),), daemon=True).start()
+            if not is_resumed(program, out):
+                _plan(out, program, ranks)
+        _await(lambda: is_resumed(program, out), program)
+    used = ranks_of(program)
+    if rank >= used:
+        _await(_note(program, "ended").is_file, program)
+        return
+    os.environ["WORLD_SIZE"] = str(used)
+    distributed.GRACE_S = 0.0  # torchrun starts all ranks again, whichever of them says first that one is lost
+    sys.argv = [str(program / "train.py"), *given]
+    sys.path.insert(0, str(program))  # as Python does for a script
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    if StopSignal.ended:
+        _await_end()
+    elif rank == 0 and used < ranks:
+        _note(program, "ended").touch()
+
+
+def _plan(out: Path, program: Path, ranks: int) -> None:
+    """Plan for so many ranks, in a process that has nothing of torchrun's environment."""
+    print(f"planning for {ranks} ranks in {program}", flush=True)
+    command = [sys.executable, "-m", "graphpar", "resume", str(out), "--devices", str(ranks), "--no-run"]
+    usual = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        and not name.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))
+    }
+    planned = subprocess.Popen([*command, "-o", str(program)], env=usual, stdout=subprocess.DEVNULL)
+    before = signal.signal(signal.SIGTERM, lambda *_: _end_with(planned.pid))
+    if planned.wait():  # it has said why
+        _note(program, "failed").touch()
+    signal.signal(signal.SIGTERM, before)
+
+
+def _note(program: Path, what: str, port: str | None = None) -> Path:
+    """Return the file by which rank 0 tells the others something; each start of the ranks has a port, and so files, of its own."""
+    job, port = os.environ.get("TORCHELASTIC_RUN_ID", ""), port or os.environ["MASTER_PORT"]
+    return program.with_name(f".{program.name}.{what}-{re.sub(r'[^A-Za-z0-9-]', '_', job)}-{port}")
+
+
+def _say_alive(note: Path) -> None:
+    while True:
+        note.touch()
+        time.sleep(1)
+
+
+def _await(done: Callable[[], bool], program: Path) -> None:
+    """Wait for rank 0. Where it can't plan, no other start helps, so torchrun is ended on all nodes; where it is lost, the ranks are
+    started again."""
+    alive, failed = _note(program, "alive"), _note(program, "failed")
+    seen, since = 0, time.monotonic()
+    while not done():
+        if failed.exists():
+            os.kill(os.getppid(), signal.SIGTERM)
+            raise SystemExit(USER_ERROR)
+        if (now := alive.stat().st_mtime_ns if alive.exists() else 0) != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > LOST_S:
+            raise SystemExit(1)
+        time.sleep(LOOKING_S)
+
+
+def _end_with(planner: int) -> None:
+    """End this process and what it has started."""
+    for pid in [*descendants(planner), planner]:
+        os.kill(pid, signal.SIGTERM)
+    os._exit(1)
+
+
+def _await_end() -> None:
+    """Wait to be ended with the others, where training ended to be started again; a rank that was itself told to is already."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not StopSignal.noted:
+        time.sleep(MISSED_S)
+        raise SystemExit(1)  # the node that was told to end has left: torchrun starts the others again
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
