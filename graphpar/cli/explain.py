@@ -11,8 +11,9 @@ from typing import Any
 
 from graphpar.cost_models.estimates import Estimate
 from graphpar.errors import GraphparError, near_match
+from graphpar.ir.batch_sizes import concrete_shape
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program, concrete_shape
+from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.planning.explain import DECISIONS, Alternatives, NextBest, costs
 from graphpar.report.data import stage_parameters

@@ -9,8 +9,9 @@ from contextvars import ContextVar
 
 from torch import Tensor, fx
 
+from graphpar.ir.batch_sizes import batch_coefficients
 from graphpar.ir.lengths import SIZES
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.program import operator_name, value_of
 from graphpar.runtime.layout import ExpertRows, R
 from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
 

@@ -44,19 +44,11 @@ from graphpar.codegen.units import (
     units_of,
 )
 from graphpar.errors import GraphparError
+from graphpar.ir.batch_sizes import batch_coefficients, concrete_shape
 from graphpar.ir.lengths import SIZES, per_position
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import (
-    Block,
-    Function,
-    Input,
-    Program,
-    TensorInfo,
-    batch_coefficients,
-    concrete_shape,
-    value_of,
-)
+from graphpar.ir.program import Block, Function, Input, Program, TensorInfo, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.naming import free_name

@@ -35,7 +35,8 @@ from graphpar.emitted.pointwise import made_again
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
-from graphpar.ir.program import Block, Chunked, Program, Runner, concrete_shape, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import Block, Chunked, Program, Runner, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.runtime.axes import AXES

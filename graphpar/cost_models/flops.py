@@ -11,7 +11,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Chunked, Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Chunked, Program, operator_name, value_of
 from graphpar.operators.contractions import Size, matrices
 from graphpar.operators.placement import literal, operands_of
 from graphpar.operators.record import Kind

@@ -31,7 +31,8 @@ from graphpar.cost_models.workload import Works
 from graphpar.emitted.collectives import watchers
 from graphpar.emitted.pointwise import made_again
 from graphpar.emitted.recomputation import NAMES, name_of
-from graphpar.ir.program import Block, Program, concrete_shape, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.recomputation import GATHERS, POINTWISE, Recomputation
 from graphpar.operators.transitions import STARTS
 from graphpar.runtime.option_kinds import share_of

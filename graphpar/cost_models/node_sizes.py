@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, fx
 
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.contractions import Size, product_of
 
 

@@ -64,8 +64,9 @@ from graphpar.frontend.trace_guards import (
     unusual_apart,
 )
 from graphpar.frontend.unread import unread_in
+from graphpar.ir.batch_sizes import batch_coefficients
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, batch_coefficients, without_evaluation
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program, ancestors, without_evaluation
 from graphpar.ir.source import in_loop, user_line
 from graphpar.runtime.option_kinds import GENERATE, INFER, MODES, TRAIN
 from graphpar.runtime.stages.initialise import other_generators

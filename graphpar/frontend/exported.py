@@ -27,6 +27,7 @@ from graphpar.frontend.checkpoint_regions import Regions
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.precision import cast_parameters, kept_modules
 from graphpar.frontend.signature import Request
+from graphpar.ir.batch_sizes import size_coefficient
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import (
     Branch,
@@ -38,7 +39,6 @@ from graphpar.ir.program import (
     is_plain,
     memory_of,
     set_model_outputs,
-    size_coefficient,
 )
 from graphpar.ir.source import source_of
 from graphpar.runtime.errors import RuntimeProgramError

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graphpar.errors import GraphparError
 from graphpar.ir.lengths import Lengths, Size
 from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
@@ -528,60 +527,6 @@ def memory_of(tensor: Tensor) -> int:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is neither sparse nor nested nor quantized: one that files hold, and that is cut for ranks."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
-def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
-    """Return for each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed.
-
-    Raises:
-        GraphparError: a size depends on the batch in another way; the message names the operator and its line.
-    """
-    known = node.meta.get("batch_coefficients")
-    if known is not None:
-        return tuple(known)
-    value = value_of(node)
-    if not isinstance(value, Tensor):
-        return ()
-    try:
-        return tuple(size_coefficient(size) for size in value.shape)
-    except GraphparError as error:
-        raise GraphparError(f"{operator_name(node)}{where(node)}: {error}") from None
-
-
-def size_coefficient(size: Any) -> int | None:
-    """Return ``c`` for a size that is ``c * batch``; ``None`` for a fixed one.
-
-    Raises:
-        GraphparError: the size depends on the batch in another way.
-    """
-    if isinstance(size, int) and not isinstance(size, torch.SymInt):
-        return None
-    return _coefficient(size.node.expr)
-
-
-@functools.lru_cache(maxsize=4096)
-def _coefficient(expression: Any) -> int | None:
-    symbols = expression.free_symbols
-    chosen = [symbol for symbol in symbols if str(symbol).startswith("u")]  # how many a mask chooses
-    if len(chosen) == len(symbols):
-        return None
-    if len(symbols) > 1:
-        raise GraphparError(f"A tensor has a size that is not a multiple of the batch: {expression}.")
-    (symbol,) = symbols
-    quotient = expression / symbol
-    if not quotient.is_Integer:
-        raise GraphparError(f"A tensor has the size {expression}, which is not a multiple of the batch {symbol}.")
-    return int(quotient)
-
-
-def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
-    """Return the shape of ``node``'s tensor for a batch of ``batch`` rows."""
-    value = value_of(node)
-    assert isinstance(value, Tensor)
-    return tuple(
-        int(size) if coefficient is None else coefficient * batch
-        for size, coefficient in zip(value.shape, batch_coefficients(node))
-    )
 
 
 FUNCTION_OPERATORS = "graphpar_functions"

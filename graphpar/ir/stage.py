@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from graphpar.ir.program import batch_coefficients, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import value_of
 
 
 @dataclass(frozen=True)

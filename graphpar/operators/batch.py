@@ -22,17 +22,19 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ir.batch_sizes import (
+    batch_coefficients,
     batch_dims_of,
     integer_arguments,
     is_size,
     is_unknown,
     number_arguments,
     result_coefficients,
+    size_coefficient,
     size_factor,
     unknown_coefficient,
     unknown_dims,
 )
-from graphpar.ir.program import batch_coefficients, is_flag, operator_name, size_coefficient, value_of
+from graphpar.ir.program import is_flag, operator_name, value_of
 from graphpar.operators import batch_rows
 from graphpar.operators.batch_rows import Additive, Coupled, Fixed, Layout, Rows, State
 from graphpar.operators.discover import discover, sums_gradients

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from graphpar.ir.program import concrete_shape, is_of_torch, operator_name, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import is_of_torch, operator_name, value_of
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Placement, Size, operands_of, sizes_of, sums
 from graphpar.operators.prove import Call, Trial, node_of

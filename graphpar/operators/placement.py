@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from graphpar.ir.batch_sizes import is_unknown
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients, is_unknown
+from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.notation import Rule
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from graphpar.emitted import collectives, expert_rows, random_streams
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.composite import Composite, Emit, LocalCall
 from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kind

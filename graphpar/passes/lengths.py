@@ -26,17 +26,9 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.ir.batch_sizes import batch_coefficients
 from graphpar.ir.lengths import SIZES, Size
-from graphpar.ir.program import (
-    Function,
-    Input,
-    ModelOutput,
-    Program,
-    batch_coefficients,
-    operator_name,
-    value_of,
-    where,
-)
+from graphpar.ir.program import Function, Input, ModelOutput, Program, operator_name, value_of, where
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.ir.stage import Boundary, Stage, told_apart_by
 from graphpar.operators.parameter_casts import read_dtypes

@@ -24,15 +24,8 @@ from torch import Tensor, fx
 
 from graphpar.errors import OptionError
 from graphpar.frontend.fixed_size import TWIN
-from graphpar.ir.program import (
-    Chunked,
-    Program,
-    batch_coefficients,
-    concrete_shape,
-    named_arguments,
-    operator_name,
-    value_of,
-)
+from graphpar.ir.batch_sizes import batch_coefficients, concrete_shape
+from graphpar.ir.program import Chunked, Program, named_arguments, operator_name, value_of
 from graphpar.operators.naming import free_name, value_name
 from graphpar.operators.parallel_products import is_parameter
 from graphpar.operators.placement import argument_place, literal

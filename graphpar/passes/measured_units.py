@@ -24,7 +24,8 @@ from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.work import Size
 from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Program, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of, where
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Helper, Program, operator_name, value_of, where
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.gradients import differentiable_nodes

@@ -21,8 +21,9 @@ from graphpar.cost_models.work import Collective, Phase
 from graphpar.cost_models.workload import Works
 from graphpar.emitted.fp8 import BLOCK, mxfp8_linear, mxfp8_linear_with_gw_hp
 from graphpar.hardware.cluster import Cluster
+from graphpar.ir.batch_sizes import concrete_shape
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Block, Program, concrete_shape, operator_name
+from graphpar.ir.program import Block, Program, operator_name
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.parameter_casts import trains_weight, weight_names

@@ -69,7 +69,9 @@ def test_times_are_relative_to_the_plan_that_all_chunks_have(tmp_path: Path, mon
     found = [{"a": [1.0, 1.0, 1.1], "b": [2.0, 2.0, 9.0]}, {"a": [2.0, 2.0, 2.2], "c": [6.0, 6.0, 6.0]}]
 
     def launched(*_: Any, **__: Any) -> None:
-        (tmp_path / "steps.json").write_text(json.dumps({"chunks": found, "work_s": [3.0, 5.0, 4.0], "disturbed": 0.25}))
+        (tmp_path / "steps.json").write_text(
+            json.dumps({"chunks": found, "work_s": [3.0, 5.0, 4.0], "disturbed": 0.25})
+        )
 
     monkeypatch.setattr(regret, "torchrun", launched)
     times, disturbed, work_s = regret._timed(tmp_path, 2, [["a", "b"], ["a", "c"]], 3, 0.0)

@@ -21,7 +21,8 @@ from graphpar.cost_models.kept_results import Recomputations, Result, knapsack, 
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.program import concrete_shape, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import value_of
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.modules import (
     StageAdapter,

@@ -27,7 +27,8 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory, with_optimizer
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
-from graphpar.ir.program import OptimizerState, concrete_shape, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import OptimizerState, value_of
 from graphpar.passes.planning.prices import estimate_plan, table_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest

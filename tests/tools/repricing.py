@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts
-from graphpar.ir.program import Program, concrete_shape, operator_name, value_of
+from graphpar.ir.batch_sizes import concrete_shape
+from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.parallel_products import ENTERING, products_of
 from graphpar.operators.table import record_of

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, TensorInfo, batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.ir.batch_sizes import batch_coefficients, size_coefficient
+from graphpar.ir.program import Program, TensorInfo, operator_name, value_of
 from graphpar.operators.elementwise import COMPARISONS
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of

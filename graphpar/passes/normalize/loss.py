@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.batch_sizes import is_size, number_arguments, size_factor
+from graphpar.ir.batch_sizes import batch_coefficients, is_size, number_arguments, size_factor
 from graphpar.ir.program import (
     Coupling,
     ModelOutput,
     Program,
     ancestors,
-    batch_coefficients,
     model_outputs,
     named_arguments,
     operator_name,

@@ -22,15 +22,8 @@ from torch import Tensor, fx
 
 from graphpar.codegen.printer import RESERVED
 from graphpar.emitted import random_streams
-from graphpar.ir.batch_sizes import multiple_of_batch
-from graphpar.ir.program import (
-    Block,
-    Program,
-    batch_coefficients,
-    operator_name,
-    size_coefficient,
-    value_of,
-)
+from graphpar.ir.batch_sizes import batch_coefficients, multiple_of_batch, size_coefficient
+from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.naming import unique_names
 from graphpar.passes.normalize.applications import side_by_side
 from graphpar.passes.normalize.simplify import remove_dead_code

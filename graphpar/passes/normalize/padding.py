@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from graphpar.emitted import random_streams
-from graphpar.ir.batch_sizes import is_size, number_arguments
-from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of, where
+from graphpar.ir.batch_sizes import batch_coefficients, is_size, number_arguments
+from graphpar.ir.program import Program, operator_name, value_of, where
 from graphpar.operators.batch import FILLED, SIZE_REWRITES
 from graphpar.operators.placement import Context, literal, operands_of
 from graphpar.operators.record import Kind

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import TWIN, Twin
-from graphpar.ir.batch_sizes import batch_dims_of, unknown_dims
-from graphpar.ir.program import Input, Program, batch_coefficients, named_arguments, operator_name, value_of, where
+from graphpar.ir.batch_sizes import batch_coefficients, batch_dims_of, unknown_dims
+from graphpar.ir.program import Input, Program, named_arguments, operator_name, value_of, where
 from graphpar.operators.batch import Analysis, Rows
 from graphpar.operators.placement import literal, operands_of
 from graphpar.operators.record import Kind

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.batch_sizes import is_unknown
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients, is_unknown
+from graphpar.ir.program import operator_name, value_of
 from graphpar.passes.normalize.functional import infer
 
 _aten = torch.ops.aten

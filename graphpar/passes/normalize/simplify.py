@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.placement import argument_place, literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of

@@ -24,8 +24,8 @@ from torch import Tensor, fx
 
 from graphpar.emitted import kv_cache
 from graphpar.errors import GraphparError
-from graphpar.ir.batch_sizes import batch_dims_of, is_size, size_factor
-from graphpar.ir.program import NOT_SYMBOLIC, Program, batch_coefficients, operator_name, value_of, where
+from graphpar.ir.batch_sizes import batch_coefficients, batch_dims_of, is_size, size_factor
+from graphpar.ir.program import NOT_SYMBOLIC, Program, operator_name, value_of, where
 from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind

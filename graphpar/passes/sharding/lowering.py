@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from graphpar.emitted import collectives, expert_rows
-from graphpar.ir.batch_sizes import is_size
-from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, operator_name, value_of
+from graphpar.ir.batch_sizes import batch_coefficients, is_size
+from graphpar.ir.program import Block, Program, TensorInfo, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.operators.gradients import block_results, differentiable_nodes
 from graphpar.operators.placement import operands_of, results_of

@@ -13,7 +13,8 @@ from __future__ import annotations
 from torch import fx
 
 from graphpar.emitted.fp8 import mxfp8_linear, mxfp8_linear_with_gw_hp
-from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Program, value_of
 from graphpar.operators.parameter_casts import trains_weight, weight_names
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.batch_sizes import batch_coefficients
+from graphpar.ir.program import Program, value_of
 from graphpar.runtime.axes import AXIS
 
 
