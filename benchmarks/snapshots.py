@@ -111,8 +111,8 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
         tensors = [*pipeline.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
         nbytes = sum(getattr(each, "to_local", lambda each=each: each)().nbytes for each in tensors)
         for number in range(rounds):
-            name = folder / "saved" / str(number)
-            timed("checkpoint saved", partial(pipeline.save_checkpoint, name, optimizer, step=steps, keep=1))
+            saved = folder / "saved" / str(number)
+            timed("checkpoint saved", partial(pipeline.save_checkpoint, saved, optimizer, step=steps, keep=1))
     for lost in (False, True):
         if lost and ranks.rank == 0:
             shutil.rmtree(nodes[0])

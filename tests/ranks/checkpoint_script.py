@@ -166,6 +166,7 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> N
     if kept and (resumed := pipeline.resume(job["folder"], saved, **kept)) is not None:
         begin = resumed.step
         report |= {"step": resumed.step, "data": dict(resumed.data), "path": str(resumed.path)}
+        pipeline.save_snapshot(job["folder"], saved, step=begin, data=resumed.data, **kept)
     elif job.get("load") is None:
         pipeline.load_weights(job["weights"])
     else:

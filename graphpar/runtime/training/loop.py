@@ -184,6 +184,8 @@ class Training:
     def __iter__(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         args, pipeline = self._args, self._pipeline
         self._end_if_no_better()
+        if args.snapshot_every and 0 < self._first < args.steps:
+            self._save_snapshot(self._first)  # nodes that have been replaced have none
         for step in range(self._first, 0 if self._ends else args.steps):
             self._instruments.begin(step)
             self._step, began = step, time.perf_counter()
