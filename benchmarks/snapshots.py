@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import graphpar as gp
 from benchmarks import gpt
 from graphpar.runtime import Pipeline, Ranks, start
-from graphpar.runtime.checkpoints.snapshots import MEMORY
+from graphpar.runtime.checkpoints.folders import MEMORY
 from graphpar.runtime.launching.launch import torchrun
 
 DEVICES, BATCH, STEPS, TIMEOUT_S = 2, 8, 20, 900

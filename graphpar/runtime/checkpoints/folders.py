@@ -26,6 +26,8 @@ from typing import Any
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 
 RECORD, LATEST, BEST, PLAN, LOCK, BOXES = "checkpoint.json", "latest", "best", "plan.json", ".lock", ".distcp"
+MEMORY = Path("/dev/shm")
+"""Where snapshots are kept: a folder in memory that outlives processes."""
 FORMAT = 2
 """The version of ``checkpoint.json``."""
 PEEK_S = 0.05

@@ -54,7 +54,6 @@ from graphpar.runtime.groups import group_timeout
 
 RUN = "snapshots"
 """The file next to the checkpoints that names their run."""
-MEMORY = Path("/dev/shm")
 KEPT = 2
 """Snapshots that a node has at a time."""
 BOX_BYTES = 4096

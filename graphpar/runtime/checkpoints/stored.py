@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from graphpar.runtime.checkpoints import checkpoint
 from graphpar.runtime.checkpoints.adapters import Adapters
-from graphpar.runtime.checkpoints.folders import is_in
+from graphpar.runtime.checkpoints.folders import MEMORY, is_in
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.checkpoints.snapshots import MEMORY, Snapshots
+from graphpar.runtime.checkpoints.snapshots import Snapshots
 from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, transfer
 from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
 from graphpar.runtime.distributed import agreed, gather_objects

@@ -7,8 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from graphpar.runtime.checkpoints.folders import RECORD
-from graphpar.runtime.checkpoints.snapshots import MEMORY
+from graphpar.runtime.checkpoints.folders import MEMORY, RECORD
 from graphpar.runtime.errors import near_match
 from graphpar.runtime.training.rates import DECAYS
 
