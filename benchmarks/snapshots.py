@@ -3,8 +3,8 @@
     python -m benchmarks.snapshots [--json] [--rounds 3] [--disk FOLDER]
 
 Two local processes train the model of ``benchmarks.gpt`` under ZeRO-3 and AdamW. Each is a node, with a folder in /dev/shm, so each
-snapshot is written twice, and sent. A round has 20 steps without snapshots, with one every 5 steps and with one every step, in an order
-that changes; seconds of a step are those of all 20, until the last snapshot is kept, divided by 20.
+snapshot is written twice, and sent. A round has 10 steps without snapshots, with one every 5 steps and with one every step, in an order
+that changes; seconds of a step are those of all 10, until the last snapshot is kept, divided by 10.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.checkpoints.folders import MEMORY
 from graphpar.runtime.launching.launch import torchrun
 
-DEVICES, BATCH, STEPS, TIMEOUT_S = 2, 8, 20, 900
+DEVICES, BATCH, STEPS, TIMEOUT_S = 2, 8, 10, 900
 EVERY = (None, 5, 1)
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.snapshots", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--rounds", type=int, default=3, help="of 20 steps of each kind (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of 10 steps of each kind (default: 3)")
     parser.add_argument(
         "--disk", type=Path, help="where checkpoints are saved (default: the folder of temporary files)"
     )
