@@ -158,11 +158,16 @@ def _run(job: dict[str, Any], device: torch.device) -> None:
 
 def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> None:
     begin, end = job.get("steps", (0, 0))
+    kept = {"memory": job["memory"][dist.get_rank()]} if "memory" in job else {}  # of this rank's node
     # With another learning rate: that of the checkpoint counts.
     lr = LR if job.get("load") is None else 1.0
     optimizer = optimizer_of(pipeline.named_parameters(), job.get("optimizer", "AdamW"), lr)
     saved = None if job.get("weights_only") else optimizer
-    if job.get("load") is None:
+    if kept and (resumed := pipeline.resume(job["folder"], saved, **kept)) is not None:
+        begin = resumed.step
+        report |= {"step": resumed.step, "data": dict(resumed.data), "path": str(resumed.path)}
+        pipeline.save_snapshot(job["folder"], saved, step=begin, data=resumed.data, **kept)
+    elif job.get("load") is None:
         pipeline.load_weights(job["weights"])
     else:
         loaded = pipeline.load_checkpoint(job["load"], saved)
@@ -176,7 +181,11 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> N
         pipeline.zero_grad()
         scheduled(optimizer)
         report["losses"].append(loss.item())
-        if job.get("folder"):
+        if kept and (step + 1) % job["snapshot_every"] == 0:
+            pipeline.save_snapshot(job["folder"], saved, step=step + 1, data={"rows": (step + 1) * ROWS}, **kept)
+        if kept and step + 1 == job.get("killed_at") and dist.get_rank() in job["killed"]:
+            Timer(job["killed_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if job.get("folder") and (step + 1) % job.get("save_every", 1) == 0:
             path, wait = Path(job["folder"]) / str(step + 1), job.get("wait", True)
             pipeline.save_checkpoint(path, saved, step=step + 1, keep=job.get("keep"), wait=wait)
             first = begin if wait else begin + 1  # a save waits for the one before it: from here one is whole

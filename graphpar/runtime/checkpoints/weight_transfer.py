@@ -27,9 +27,19 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 
 from graphpar.runtime.checkpoints.adapters import check_mergeable, merged
-from graphpar.runtime.checkpoints.resharding import BUCKET_BYTES, Held, Move, Region, Resharding, region_of
+from graphpar.runtime.checkpoints.resharding import (
+    BUCKET_BYTES,
+    Held,
+    Move,
+    Resharding,
+    View,
+    fill,
+    put,
+    region_of,
+    view_of,
+)
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
+from graphpar.runtime.checkpoints.tensor_chunks import Entry
 from graphpar.runtime.checkpoints.weights import known_as, names_by_tie
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.option_kinds import TRAIN
@@ -109,7 +119,7 @@ class Peers:
                 f"the launch that {other} weights has not come to {address} within {timeout_s:g} s"
             ) from error
         own = rank if sends else senders + rank
-        group = _group(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
+        group = group_of(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
         self.sends, ranks = sends, range(senders + receivers)
         self.channel = Channel(group, own, ranks[:senders], ranks[senders:], where)
 
@@ -123,8 +133,8 @@ class Peers:
             raise RuntimeProgramError(f"these peers were made with sends={self.sends}; the other launch sends")
 
 
-def _group(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    """Make a group of processes of two launches, which no default group of either has."""
+def group_of(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
+    """Make a group of processes by a store, which no default group of them has: of two launches, or of two ranks."""
     group = ProcessGroup(store, rank, size)
     backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo
     if device.type == "cuda":
@@ -183,13 +193,7 @@ def transfer(
     channel.agree(error)
     assert found is not None
     resharding, outgoing, incoming = found
-    with torch.no_grad():
-        for entry in taken.values():
-            _clear_padding(entry)
-        for move in incoming:
-            if move.source == own:
-                _put(taken[move.received], move.region, _view(sent[move.sent], move.region))
-        _exchange(channel, outgoing, [move for move in incoming if move.source != own], sent, taken)
+    exchange(channel, outgoing, incoming, view_of(sent), taken)
     if receiver is not None:
         receiver.parameters.loaded()
     versions = channel.gathered(
@@ -229,49 +233,33 @@ def _sent(state: State, needed: set[str]) -> dict[str, Entry]:
     return {name: entry for name, entry in found.items() if name not in of_adapters}
 
 
-def _clear_padding(entry: Entry) -> None:
-    """Make the padding beside the boxes of an entry zero."""
-    for tensor in entry.tensors:
-        if sum(box.values.numel() for box in entry.boxes) < sum(each.numel() for each in entry.tensors):
-            tensor.zero_()
-
-
-def _view(entry: Entry, region: Region) -> Tensor:
-    """Return a view of a region of this process's values; it is inside one box."""
-    box = next(each for each in entry.boxes if (inside := region.common(region_of(each))) and inside == region)
-    return region.of(box)
-
-
-def _put(entry: Entry, region: Region, values: Tensor) -> None:
-    """Give all of this process's copies of a region these values."""
-    for box in entry.boxes:
-        inside = region.common(region_of(box))
-        if inside is not None:
-            inside.of(box).copy_(inside.of(Box(region.offsets, values)))
-
-
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def _exchange(
-    channel: Channel,
-    outgoing: Sequence[Move],
-    incoming: Sequence[Move],
-    sent: Mapping[str, Entry],
-    taken: Mapping[str, Entry],
+@torch.no_grad()
+def exchange(
+    channel: Channel, outgoing: Sequence[Move], incoming: Sequence[Move], view: View, taken: Mapping[str, Entry]
 ) -> None:
+    """Send what others need, and fill what this process needs; a collective call.
+
+    Args:
+        outgoing, incoming: as :meth:`Resharding.of` returns them.
+        view: of what this process has.
+        taken: what it needs.
+    """
+    fill(taken, (move for move in incoming if move.source == channel.own), view)
     count, own = channel.group.size(), channel.own
     by_target, by_source = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
     for move in outgoing:
         by_target[move.target].append(move)
     for move in incoming:
-        by_source[move.source].append(move)
+        by_source[move.source].append(move)  # its own ones are in no message
     for step in range(1, count):
         to, source = (own + step) % count, (own - step) % count
         sends, receives = _messages(by_target[to]), _messages(by_source[source])
         for mine, theirs in _together(sends, receives):
             works, arrived = [], None
-            out = None if mine is None else _packed(mine, sent, channel.device)
+            out = None if mine is None else _packed(mine, view, channel.device)
             if theirs is not None:
                 arrived = _room(theirs, taken, channel.device)
             coalesces = channel.device.type == "cuda"
@@ -316,8 +304,8 @@ def _bytes(values: Tensor) -> Tensor:
     return values.reshape(-1).view(torch.uint8)
 
 
-def _packed(message: Sequence[Move], sent: Mapping[str, Entry], device: torch.device) -> Tensor:
-    parts = [_bytes(_view(sent[move.sent], move.region).to(device, move.dtype).contiguous()) for move in message]
+def _packed(message: Sequence[Move], view: View, device: torch.device) -> Tensor:
+    parts = [_bytes(view(move.sent, move.region).to(device, move.dtype).contiguous()) for move in message]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -344,5 +332,5 @@ def _unpack(message: Sequence[Move], arrived: Tensor, taken: Mapping[str, Entry]
     begin = 0
     for move in message:
         values = arrived[begin : begin + move.nbytes].clone().view(move.dtype).view(move.region.sizes)
-        _put(taken[move.received], move.region, values)
+        put(taken[move.received], move.region, values)
         begin += move.nbytes
