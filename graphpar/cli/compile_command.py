@@ -264,23 +264,43 @@ _REQUESTED = (*(set(options_of(Request)) - {"cluster", "devices"}), "skip")
 _FILES = ("shard_plan", "table")
 
 
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name, None)) is not None}
+
+
 def _request_text(options: argparse.Namespace, file: ModelFile, folder: Path) -> str:
     """What was requested, as ``graphpar resume`` requests it again, with the hash of the model file; paths are relative to ``folder``."""
-    given = {name: value for name in sorted(_REQUESTED) if (value := getattr(options, name, None)) is not None}
+    given = _asked(options) if options.again is None else options.again.asked
     paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
     data = {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
     return json.dumps(data, indent=1) + "\n"
 
 
-def again(record: Mapping[str, Any], folder: Path, model: str, **decided: Any) -> argparse.Namespace:
+@dataclass(frozen=True)
+class _Again:
+    """What a program that is compiled again has from the one before: what was requested of that, and files, by name."""
+
+    asked: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+def again(
+    record: Mapping[str, Any], folder: Path, model: str, files: Mapping[str, str], **decided: Any
+) -> argparse.Namespace:
     """Return the options of a ``compile`` that requests what ``record``, the request of the program in ``folder``, says, but what is
-    ``decided``."""
+    ``decided``. It writes ``files`` too, or in place of its own."""
     options = build_parser().parse_args(["compile", model])
-    vars(options).update({**record.get("options", {}), **decided})
-    for name in _FILES:
-        if (path := getattr(options, name)) is not None:
-            setattr(options, name, str(folder / path))
+    asked = record.get("options", {})
+    vars(options).update(_located({**asked, **decided}, folder))
+    options.again = _Again(_located(asked, folder), files)
     return options
+
+
+def _located(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return options with the paths of files from here, where they were relative to ``folder``."""
+    return {
+        name: str(folder / value) if name in _FILES and value is not None else value for name, value in asked.items()
+    }
 
 
 def _own_pins(file: ModelFile, requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +354,8 @@ def _write(
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
         parts = api.printed(compilation, report, reference, optimizer_file(file.path, file.reference))
-        parts = replace(parts, files={**parts.files, REQUEST: _request_text(options, file, folder)})
+        more = {} if options.again is None else options.again.files
+        parts = replace(parts, files={**parts.files, REQUEST: _request_text(options, file, folder), **more})
     requested = options.weights if options.weights is not None else options.run or None
     size = sum(info.whole_numel * info.dtype.itemsize for info in parts.program.whole_state())
     state, said = None, "none; train.py takes a file of them with --weights"

@@ -156,6 +156,7 @@ def _json(group: argparse._ActionsContainer, what: str = "print one JSON object"
 
 # fmt: off
 def _compile(parser: Parser) -> None:
+    parser.set_defaults(again=None)
     _model(parser)
     titles = {"devices": "devices", "pins": "pins (missing ones are chosen)", "workload": "workload", "output": "output"}
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}

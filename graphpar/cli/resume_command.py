@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,15 @@ from rich.console import Console
 from graphpar.cli import compile_command, run_command
 from graphpar.cli.output import Result, print_wrapped, program_folder, stdout_console
 from graphpar.cli.plan_file import read_plan, read_program
-from graphpar.codegen.saving import edited_files, record
+from graphpar.codegen.saving import edited_files
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Change, KeptPlans, what_if
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.frontend.modelfile import find_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
-from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, resumed_folder
+from graphpar.runtime.checkpoints.folders import find
+from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, ranks_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, options_of
@@ -70,20 +70,24 @@ class _Before:
 def run(options: argparse.Namespace) -> Result:
     """Write the program of ``options.out`` for other devices, and train with it from a checkpoint if one is given."""
     before = _before(options.out)
+    if options.checkpoint is not None:
+        find(options.checkpoint)  # without one it would begin anew
     cluster = _cluster(before.plan, options)
     devices = options.devices if cluster is None else cluster.size
     new = Path(options.new) if options.new else resumed_folder(before.folder, devices)
     if new.resolve() == before.folder.resolve():
         raise GraphparError(f"{new} is the program itself; name another folder with -o.")
-    reused, why = is_resumed(new, before.folder) and options.cluster is None, ""
+    origin, carried = origin_of(before.folder), _carried(before, options.force)
+    reused = options.cluster is None and (
+        is_resumed(new, before.folder, devices) or _is_before(new, before, devices, carried)
+    )
     if not reused:
-        carried = _carried(before, options.force)
-        why = _compiled(before, cluster, devices, new)
-        for name in carried:
-            shutil.copy2(before.folder / name, new / name)
-        (new / ORIGIN).write_text(json.dumps({"origin": origin_of(before.folder)}) + "\n", encoding="utf-8")
-        record(new, [*carried, ORIGIN])
+        if (new / "plan.json").is_file() and not (new / ORIGIN).is_file():
+            raise GraphparError(f"{new} holds a program that resume did not write; name another folder with -o.")
+        files = {name: (before.folder / name).read_text(encoding="utf-8") for name in carried}
+        _compiled(before, cluster, devices, new, {"origin": origin, "devices": devices, "carried": carried}, files)
         options.written.append(str(new))
+    why = _origin(new).get("why", "")
     after = _side(new)
     data = {
         "out": str(new),
@@ -162,16 +166,43 @@ def _carried(before: _Before, force: bool) -> list[str]:
             f"{listed(lost, 8)} {'was' if len(lost) == 1 else 'were'} edited since {before.folder} was compiled, so the new program "
             "would be another one. Undo that; or with --force leave edits of emitted files out, and take the model file with its changes."
         )
-    return [name for name in edited.changed if name in CARRIED] + [
-        name for name in edited.added if name.endswith(".py") and "/" not in name
-    ]
+    own = {name for name in edited.changed if name in CARRIED}
+    own |= {name for name in edited.added if name.endswith(".py") and "/" not in name}
+    taken = (name for name in _origin(before.folder).get("carried", ()) if (before.folder / name).is_file())
+    return sorted(own.union(taken))
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    """Return what a resumed program says of where it is from; nothing of others."""
+    return read_object(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
+
+
+def _is_before(new: Path, before: _Before, devices: int, carried: Sequence[str]) -> bool:
+    """Whether ``new`` is the program that ``before`` goes on with, as it was, for so many devices, with the same files of the user."""
+    if (
+        not (new / "plan.json").is_file()
+        or _origin(before.folder).get("origin") != origin_of(new)
+        or ranks_of(new) != devices
+    ):
+        return False
+    return all(
+        (new / name).is_file() and (new / name).read_bytes() == (before.folder / name).read_bytes() for name in carried
+    )
 
 
 # ---- planning --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path) -> str:
-    """Write the program for as many of the devices as can be used; returns why these are not all, or nothing."""
+def _compiled(
+    before: _Before,
+    cluster: Cluster | None,
+    devices: int,
+    new: Path,
+    origin: Mapping[str, Any],
+    files: Mapping[str, str],
+) -> None:
+    """Write the program for as many of the devices as can be used, with ``files``, and ``origin``, to which it adds why these are not
+    all."""
     plan, reasons, fits = before.plan, list[str](), True
     usual = options_of(Decisions)
     numbers = {name: value for name in _NUMBERS if (value := getattr(plan, name)) != usual[name].usual}
@@ -195,7 +226,9 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
                 | layout
                 | {"cluster": on, "devices": None if on is not None else used, "out": str(new), "force": False}
             )
-            options = compile_command.again(before.request, before.folder, before.model, **decided)
+            said = dict(origin) | {"why": reasons[0] if used < devices else ""}
+            more = {**files, ORIGIN: json.dumps(said, indent=1) + "\n"}
+            options = compile_command.again(before.request, before.folder, before.model, more, **decided)
             options.written, options.json = [], True
             try:
                 compile_command.run(options)
@@ -203,7 +236,7 @@ def _compiled(before: _Before, cluster: Cluster | None, devices: int, new: Path)
                 reasons.append(str(error))
                 fits &= not isinstance(error, NothingFits)
                 continue
-            return reasons[0] if used < devices else ""
+            return
         if not fits or (len(reasons) > 3 and len(set(reasons)) == 1):  # fewer devices won't help
             break
     raise GraphparError(f"{before.folder} can't be planned for {plural(devices, 'device')}: {reasons[-1]}")

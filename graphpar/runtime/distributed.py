@@ -306,8 +306,7 @@ def fail(error: Exception, program: str | Path | None = None) -> None:
         Path(path).write_text(
             json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}), encoding="utf-8"
         )
-    if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        time.sleep(GRACE_S)
+    before_exit(message, secondary)
     if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and int(os.environ.get("LOCAL_RANK", "0"))):
         named = "" if isinstance(cause, AgreedError) and message.startswith("rank") else f"[rank {rank}] "
         sys.stderr.write("".join(f"{named}{line}\n" for line in (frames + raised).splitlines()))
@@ -317,6 +316,15 @@ def fail(error: Exception, program: str | Path | None = None) -> None:
     if "RANK" not in os.environ:  # no other rank waits, and a notebook goes on
         raise SystemExit(status) from error
     os._exit(status)
+
+
+def _await_torchrun(error: str, lost: bool) -> None:
+    if lost and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(GRACE_S)
+
+
+before_exit: Callable[[str, bool], None] = _await_torchrun
+"""What a rank that failed does before it says so and exits: given its error, and whether that is only the loss of another rank."""
 
 
 def _planned_memory(program: str | Path | None, rank: int) -> str:

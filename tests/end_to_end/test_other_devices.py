@@ -147,6 +147,45 @@ def _elastic(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, **own})
 
 
+def test_a_second_change_has_all_that_the_first_one_has(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Edits and what was requested; and the program of before is there for the way back."""
+    shutil.copy(small.with_name("small.py"), tmp_path)
+    out = Path(shutil.copytree(small, tmp_path / "out"))
+    (out / "train.py").write_text((out / "train.py").read_text() + "# mine\n")
+    (out / "mine.py").write_text("MINE = 1\n")
+    two = Path(_resume(capsys, out, "--devices", 2)["out"])
+    eight = Path(_resume(capsys, two, "--devices", 8)["out"])
+    assert (eight / "train.py").read_text().endswith("# mine\n") and (eight / "mine.py").is_file()
+    assert (eight / "request.json").read_text() == (out / "request.json").read_text()
+    back = _resume(capsys, two, "--devices", 4, "-o", out)
+    assert (back["reused"], back["out"]) == (True, str(out))
+    found = _resume(capsys, out, "--devices", 1, "-o", two)  # of other devices than what it holds
+    assert (found["reused"], found["devices"]) == (False, 1)
+
+    other = Path(shutil.copytree(small, tmp_path / "out-3dev"))  # compiled by the user
+    assert main(["resume", str(out), "--devices", "3"]) == 2
+    assert f"{other} holds a program that resume did not write" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["resume", str(out), "--devices", "2", "--checkpoint", str(tmp_path / "empty")]) == 2
+    assert "neither a checkpoint nor" in capsys.readouterr().err
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("line", ["    raise ValueError('mine')\n", "raise ValueError('mine')\n"])
+def test_an_error_of_the_script_ends_it(small: Path, tmp_path: Path, line: str) -> None:
+    """In the loop, or before the ranks have met: after a second time."""
+    shutil.copy(small.with_name("small.py"), tmp_path)
+    out = Path(shutil.copytree(small, tmp_path / "out"))
+    script = (out / "train.py").read_text()
+    place = script.index("                loss = pipeline") if line.startswith(" ") else script.index("PROGRAM =")
+    (out / "train.py").write_text(script[:place] + 3 * line[: -len(line.lstrip())] + line + script[place:])
+    ended = _elastic(out, "--steps", "3")
+    assert ended.returncode != 0 and "ValueError: mine" in ended.stderr
+    assert "the same error came twice" in ended.stderr and "restart" not in ended.stderr.partition("came twice")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

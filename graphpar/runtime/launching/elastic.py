@@ -8,6 +8,8 @@ Each change of the nodes starts the ranks again. The disk that holds OUT and the
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 import os
 import re
@@ -18,9 +20,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from graphpar.runtime import distributed
+from graphpar.runtime.checkpoints.folders import LATEST
 from graphpar.runtime.distributed import USER_ERROR, StopSignal
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.launching.process_supervisor import descendants
@@ -33,6 +37,8 @@ MISSED_S = 15.0
 LOST_S = 60.0
 """After how long without a sign of rank 0 it is taken for lost."""
 LOOKING_S = 0.2
+SAID_S = 3.0
+"""How long a rank that lost another one waits for that to say that training is to end."""
 
 
 def resumed_folder(out: Path, devices: int) -> Path:
@@ -48,10 +54,11 @@ def origin_of(out: Path) -> str:
     return found.hexdigest()
 
 
-def is_resumed(folder: Path, out: Path) -> bool:
-    """Whether ``folder`` holds a program that was made to go on with the training of ``out`` as that is now."""
+def is_resumed(folder: Path, out: Path, devices: int) -> bool:
+    """Whether ``folder`` holds a program that was made for so many devices to go on with the training of ``out`` as that is now."""
     try:
-        return read_object(folder / ORIGIN).get("origin") == origin_of(out)
+        found = read_object(folder / ORIGIN)
+        return (found.get("origin"), found.get("devices")) == (origin_of(out), devices)
     except (OSError, RuntimeProgramError):
         return False
 
@@ -69,23 +76,30 @@ def main(arguments: Sequence[str]) -> None:
     out, given = Path(arguments[0]), arguments[1:]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     program = out if ranks == ranks_of(out) else resumed_folder(out, ranks)
+    if rank == 0:
+        for old in program.parent.glob(_note(program, "*", "*").name):
+            if not old.name.endswith((f"-{os.environ['MASTER_PORT']}", "-last")):
+                old.unlink(missing_ok=True)
     if program != out:
         if rank == 0:
-            for old in program.parent.glob(_note(program, "*", "*").name):
-                old.unlink(missing_ok=True)
             threading.Thread(target=_say_alive, args=(_note(program, "alive"),), daemon=True).start()
-            if not is_resumed(program, out):
+            if not is_resumed(program, out, ranks):
                 _plan(out, program, ranks)
-        _await(lambda: is_resumed(program, out), program)
+        _await(lambda: is_resumed(program, out, ranks), program)
     used = ranks_of(program)
     if rank >= used:
         _await(_note(program, "ended").is_file, program)
         return
     os.environ["WORLD_SIZE"] = str(used)
-    distributed.GRACE_S = 0.0  # torchrun starts all ranks again, whichever of them says first that one is lost
+    distributed.before_exit = partial(_note_failure, program, given)
     sys.argv = [str(program / "train.py"), *given]
     sys.path.insert(0, str(program))  # as Python does for a script
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException as error:  # before the ranks have met, or from outside of their block
+        if not isinstance(error, SystemExit) or error.code:
+            _note_failure(program, given, f"{type(error).__name__}: {error}", False)
+            raise
     if StopSignal.ended:
         _await_end()
     elif rank == 0 and used < ranks:
@@ -128,13 +142,54 @@ def _await(done: Callable[[], bool], program: Path) -> None:
     seen, since = 0, time.monotonic()
     while not done():
         if failed.exists():
-            os.kill(os.getppid(), signal.SIGTERM)
+            _end_torchrun()
             raise SystemExit(USER_ERROR)
         if (now := alive.stat().st_mtime_ns if alive.exists() else 0) != seen:
             seen, since = now, time.monotonic()
         elif time.monotonic() - since > LOST_S:
             raise SystemExit(1)
         time.sleep(LOOKING_S)
+
+
+def _note_failure(program: Path, given: Sequence[str], error: str, lost: bool) -> None:
+    """Let torchrun start the ranks again, as long as that may help: an error that comes a second time, with no checkpoint in between, ends
+    it on all nodes."""
+    failed = _note(program, "failed")
+    if lost:
+        deadline = time.monotonic() + SAID_S
+        while not failed.exists() and time.monotonic() < deadline:
+            time.sleep(LOOKING_S)
+    elif not failed.exists():
+        noted, start = _note(program, "error", "last"), os.environ["MASTER_PORT"]
+        now = f"{_last_checkpoint(given)}\n{re.sub('[0-9]+', '', error)}"  # numbers such as ranks and addresses differ
+        started, _, before = noted.read_text(encoding="utf-8").partition("\n") if noted.is_file() else ("", "", "")
+        if started == start:  # another rank has noted its own
+            return
+        if before == now:
+            failed.touch()
+            print(
+                "the same error came twice without a checkpoint in between, so training ends on all nodes",
+                file=sys.stderr,
+            )
+        else:
+            noted.write_text(f"{start}\n{now}", encoding="utf-8")
+    if failed.exists():
+        _end_torchrun()
+
+
+def _last_checkpoint(given: Sequence[str]) -> str:
+    """Return what the latest checkpoint is, of those in the folder that options of ``train.py`` name."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--checkpoint", type=Path)
+    with contextlib.suppress(argparse.ArgumentError, OSError, TypeError):
+        return (options.parse_known_args(given)[0].checkpoint / LATEST).read_text(encoding="utf-8")
+    return ""
+
+
+def _end_torchrun() -> None:
+    """End it on this node; this process goes on until it has said why."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _end_with(planner: int) -> None:
