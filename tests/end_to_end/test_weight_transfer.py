@@ -16,6 +16,7 @@ from torch import Tensor
 
 import graphpar as gp
 from tests.end_to_end.test_checkpoint import EXPERTS, LAYOUTS, MORE
+from tests.models.engine_layouts import Sizes, engine_parameters
 from tests.ranks import checkpoint_script as fixture
 from tests.ranks import resharding_script
 from tests.tools.rank_pool import RankPool
@@ -74,12 +75,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 
 def moved_within(
-    pool: RankPool, programs: Programs, out: Path, kind: str, train: Path, *targets: Path
+    pool: RankPool, programs: Programs, out: Path, kind: str, train: Path, *targets: Path, **more: Any
 ) -> list[dict[str, Any]]:
     out.mkdir(exist_ok=True)
     job = {
         "kind": kind, "train": str(train), "targets": list(map(str, targets)), "weights": str(programs.weights(kind)),
-        "out": str(out), "steps": STEPS, "report": str(out / "report.json"),
+        "out": str(out), "steps": STEPS, "report": str(out / "report.json"), **more,
     }  # fmt: skip
     (out / "job.json").write_text(json.dumps(job))
     pool.torchrun(Path(resharding_script.__file__), [str(out / "job.json")], nproc=4, timeout_s=300)
@@ -173,6 +174,53 @@ def test_other_models_and_trained_parameters_in_fewer_bits_are_refused(
     (found,) = moved_within(pool, programs, tmp_path, "17", train, other)
     assert found["error"] == "tokens.weight is [17, 12] where it is sent, and [18, 12] where it is received"
     assert found["version"] == 0
+
+
+_COMMON = {"heads": 4, "kv_heads": 2, "width": 32, "head": 8, "biases": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**_COMMON, "hidden": 48, "words": 70},
+    "moe": {**_COMMON, "hidden": 64, "words": 64, "experts": 4, "layers": 4},
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "kind, layout",
+    sample(
+        [
+            ("llama", LAYOUTS["tp2 x pp2"]),
+            ("llama", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3}),
+            ("moe", EXPERTS["dp2 x ep2"]),
+            ("moe", EXPERTS["dp2 x dp_expert2"]),
+        ],
+        2,
+    ),
+)
+def test_other_engines_have_what_was_sent(
+    kind: str, layout: dict[str, Any], pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    train = programs.folder(kind, "train", "fp32", layout)
+    mapping = "hf" if kind == "llama" else "hf_mixtral"
+    files = {"mapping": mapping, "dtype": "bfloat16", "ranks": [0, 2], "bucket_bytes": 10_000}
+    engines = [*({"tp": tp, "sizes": SIZES[kind]} for tp in (1, 2, 4)), files]
+    moved_within(pool, programs, tmp_path, kind, train, engines=engines)
+    whole = load_file(tmp_path / "sent.safetensors")
+    weights = {name.removeprefix("model."): value for name, value in whole.items()}
+    for number, tp in enumerate((1, 2, 4)):
+        for rank in range(4):
+            expected = engine_parameters(weights, Sizes(**SIZES[kind]), (rank % tp, tp))
+            found = load_file(tmp_path / f"engine_{number}_{rank}.safetensors")
+            assert_equal(found, expected, f"rank {rank} of tp {tp}")
+    assert [len(load_file(tmp_path / f"engine_3_{rank}.safetensors")) for rank in (1, 3)] == [0, 0]
+    for rank in (0, 2):
+        found = load_file(tmp_path / f"engine_3_{rank}.safetensors")
+        expected = {name: value for name, value in weights.items() if name != "lm_head.weight" or kind == "moe"}
+        if kind == "moe":  # as transformers writes its files
+            model = fixture.build(kind).model
+            model.load_state_dict(weights)
+            model.save_pretrained(tmp_path / "hf")
+            expected = load_file(tmp_path / "hf" / "model.safetensors")
+        assert_equal(found, expected, "files")
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Weights of small models by Hugging Face's names, and the parameters that a rank of vLLM or SGLang has of them, after their documentation."""
+"""Weights of small models by Hugging Face's names, and what a rank of vLLM or SGLang has of them, as documented there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Sizes:
     hidden: int
     words: int
     experts: int = 0
+    biases: bool = True
     layers: int = 2
 
 
@@ -74,10 +75,10 @@ def engine_parameters(
 ) -> dict[str, Tensor]:
     """Compute the parameters of one rank.
 
-    QKVParallelLinear: this rank's heads of q, then of k, then of v; where there are more ranks than heads of k and v, each of these is on
+    QKVParallelLinear: this rank's heads of q, then of k, then of v; where there are more ranks than heads of k and v, each is on
     several neighbouring ranks. MergedColumnParallelLinear: this rank's rows of gate, then of up. RowParallelLinear: columns.
-    VocabParallelEmbedding: rows, after padding with zeros to a multiple of 64. FusedMoE: of its experts w13 as the merged layer and w2 as the
-    row-parallel one; with expert parallelism experts in order, the first ranks one more, and each undivided.
+    VocabParallelEmbedding: rows, after padding with zeros to a multiple of 64. FusedMoE: of its experts w13 as the merged layer and w2 as
+    the row-parallel one; with expert parallelism experts in order, the first ranks one more, and each undivided.
     """
     rank, ranks = tp
     found: dict[str, Tensor] = {}
@@ -94,7 +95,7 @@ def engine_parameters(
 
     for layer in range(sizes.layers):
         path = f"model.layers.{layer}"
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if sizes.biases else ("weight",):
             found[f"{path}.self_attn.qkv_proj.{kind}"] = torch.cat(
                 [
                     heads_of(f"{path}.self_attn.{name}_proj.{kind}", heads)
@@ -102,7 +103,7 @@ def engine_parameters(
                 ]
             )
         found[f"{path}.self_attn.o_proj.weight"] = weights[f"{path}.self_attn.o_proj.weight"].chunk(ranks, 1)[rank]
-        found[f"{path}.input_layernorm.weight"] = weights[f"{path}.input_layernorm.weight"]
+        found |= {name: value for name, value in weights.items() if name.startswith(path) and "norm" in name}
         if not sizes.experts:
             gate, up = (weights[f"{path}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
             found[f"{path}.mlp.gate_up_proj.weight"] = torch.cat([rows(gate), rows(up)])
@@ -132,7 +133,5 @@ def _experts(weights: Mapping[str, Tensor], path: str, sizes: Sizes) -> list[tup
         gates, ups = weights[f"{path}.gate_up_proj"].chunk(2, 1)
         return list(zip(gates, ups, weights[f"{path}.down_proj"]))
     names = ("w1", "w3", "w2") if f"{path}.0.w1.weight" in weights else ("gate_proj", "up_proj", "down_proj")
-    gate, up, down = (
-        [weights[f"{path}.{number}.{name}.weight"] for number in range(sizes.experts)] for name in names
-    )
+    gate, up, down = ([weights[f"{path}.{number}.{name}.weight"] for number in range(sizes.experts)] for name in names)
     return list(zip(gate, up, down))

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from graphpar.runtime import Peers, Pipeline, RuntimeProgramError, start
+from graphpar.runtime import EngineTensors, Peers, Pipeline, RuntimeProgramError, start
+from tests.models.engine_layouts import Sizes, engine_parameters
 from tests.ranks import checkpoint_script as fixture
 
 DIRT = 7
@@ -45,9 +47,28 @@ def within(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
                 version = receiver.weights_version
                 found.append({"moved": moved.moved_bytes, "least": moved.least_bytes, "version": version})
         sender.save_weights(out / "sent.safetensors")
+        for number, engine in enumerate(job.get("engines", [])):
+            give(sender, engine, out / f"engine_{number}_{dist.get_rank()}.safetensors")
         if sender.program.adapters:
             sender.adapters.save_merged(out / "merged.safetensors")
     return found
+
+
+def give(sender: Pipeline, job: dict[str, Any], file: Path) -> None:
+    """Send to tensors of another engine, of which this process has those of a rank, or let it load undivided ones."""
+    if "sizes" not in job:
+        options = {"dtype": getattr(torch, job["dtype"]), "bucket_bytes": job["bucket_bytes"], "ranks": job["ranks"]}
+        save_file({name: value.clone() for name, value in sender.weights_for(job["mapping"], **options)}, file)
+        return
+    sizes, tp = Sizes(**job["sizes"]), (dist.get_rank() % job["tp"], job["tp"])
+    weights = {
+        name.removeprefix("model."): value for name, value in load_file(file.parent / "sent.safetensors").items()
+    }
+    expected = engine_parameters(weights, sizes, tp)
+    found = {name: torch.full_like(value, DIRT, dtype=torch.bfloat16) for name, value in expected.items()}
+    moved = sender.send_weights(EngineTensors("fused", found, tp=tp, kv_heads=sizes.kv_heads))
+    assert moved.moved_bytes == moved.least_bytes
+    save_file(found, file)
 
 
 def between(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:

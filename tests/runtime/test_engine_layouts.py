@@ -20,10 +20,10 @@ LLAMA = Sizes(heads=4, kv_heads=2, width=16, head=4, hidden=12, words=99)
 def fill(engine: EngineTensors, weights: Mapping[str, Tensor]) -> None:
     """Copy the boxes that an engine's rank needs, and nothing else."""
     offered = {name: (name, value.shape) for name, value in weights.items()}
-    for name, entry in engine.entries(offered).items():
-        for tensor in entry.tensors:
-            tensor.zero_()
-    for name, entry in engine.entries(offered).items():
+    entries = engine.entries(offered)
+    for tensor in (tensor for entry in entries.values() for tensor in entry.tensors):
+        tensor.zero_()
+    for name, entry in entries.items():
         for box in entry.boxes:
             view = weights[name]
             for dim, (begin, size) in enumerate(zip(box.offsets, box.values.shape)):
