@@ -229,21 +229,30 @@ def free_port() -> int:
         return port
 
 
-def two_launches(
+def two_groups(
     programs: Programs, out: Path, senders: int, train: Path, receivers: int, given: Path, **job: Any
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Start one launch that trains and another that receives, and return what they reported."""
-    running, common = [], {
-        "kind": "17", "weights": str(programs.weights("17")), "out": str(out), "steps": STEPS,
+) -> list[dict[str, Any]]:
+    """Return the jobs of ranks that train, and of others that receive."""
+    kind = job.get("kind", "17")
+    common = {
+        "kind": kind, "weights": str(programs.weights(kind)), "out": str(out), "steps": STEPS,
         "address": f"127.0.0.1:{free_port()}", **job,
     }  # fmt: skip
-    for sends, program, count in ((True, train, senders), (False, given, receivers)):
-        own = {**common, "sends": sends, "program": str(program), "report": str(out / f"report_{sends}.json")}
-        file = out / f"job_{sends}.json"
-        file.write_text(json.dumps(own))
+    return [
+        {**common, "count": count, "sends": sends, "program": str(program), "report": str(out / f"report_{sends}.json")}
+        for sends, program, count in ((True, train, senders), (False, given, receivers))
+    ]
+
+
+def two_launches(out: Path, jobs: list[dict[str, Any]]) -> None:
+    """Start a launch for each of two groups."""
+    running = []
+    for job in jobs:
+        file = out / f"job_{job['sends']}.json"
+        file.write_text(json.dumps(job))
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", str(free_port()),
-            resharding_script.__file__, str(file),
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job["count"]), "--master-port",
+            str(free_port()), resharding_script.__file__, str(file),
         ]  # fmt: skip
         running.append(
             subprocess.Popen(
@@ -256,16 +265,30 @@ def two_launches(
     finally:
         for each in running:
             each.kill()
+
+
+def one_launch(pool: RankPool, out: Path, jobs: list[dict[str, Any]]) -> None:
+    """Start a launch whose first ranks are one group and whose others are another."""
+    (out / "job.json").write_text(json.dumps({"groups": jobs}))
+    count = sum(job["count"] for job in jobs)
+    pool.torchrun(Path(resharding_script.__file__), [str(out / "job.json")], nproc=count, timeout_s=180)
+
+
+def reported(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what the two groups have reported."""
     reports = [out / f"report_{sends}.json" for sends in (True, False)]
     sent, received = (json.loads(each.read_text()) if each.exists() else [] for each in reports)
     return sent, received
 
 
 @pytest.mark.costly
-def test_one_launch_sends_to_another(programs: Programs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launches", sample([1, 2], 1))
+def test_ranks_that_train_send_to_others(launches: int, pool: RankPool, programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
     given = programs.folder("17", "infer", "fp32", {"mesh": {"pp": 2}, "microbatch_size": 2})
-    sent, received = two_launches(programs, tmp_path, 2, train, 2, given)
+    jobs = two_groups(programs, tmp_path, 2, train, 2, given)
+    one_launch(pool, tmp_path, jobs) if launches == 1 else two_launches(tmp_path, jobs)
+    sent, received = reported(tmp_path)
     assert [each["version"] for each in received] == [1, 2]
     whole = load_file(tmp_path / "sent_1.safetensors")
     tied = whole["tokens.weight"].nbytes  # both stages have it
@@ -284,6 +307,7 @@ def test_one_launch_sends_to_another(programs: Programs, tmp_path: Path) -> None
 def test_weights_of_a_sender_that_ends_are_not_computed_with(programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
     given = programs.folder("17", "infer", "fp32", {"mesh": {"tp": 2}})
-    _, received = two_launches(programs, tmp_path, 2, train, 2, given, dies=True)
+    two_launches(tmp_path, two_groups(programs, tmp_path, 2, train, 2, given, dies=True))
+    _, received = reported(tmp_path)
     assert received[0]["version"] == 1
     assert received[1]["version"] is None and "weights were on their way" in received[1]["refused"]

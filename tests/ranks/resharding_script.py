@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 import sys
@@ -104,8 +106,13 @@ def _refuses(pipeline: Pipeline, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    with start(60.0) as ranks:
+    given, part = json.loads(Path(sys.argv[1]).read_text()), None
+    if "groups" in given:  # several programs in one launch
+        begins = [0, *itertools.accumulate(each["count"] for each in given["groups"])]
+        place = bisect.bisect_right(begins, int(os.environ["RANK"])) - 1
+        given = given["groups"][place]
+        part = begins[place], given["count"]
+    with start(60.0, part=part) as ranks:
         report = (within if "targets" in given else between)(given, ranks.device)
         if ranks.rank == 0:
             Path(given["report"]).write_text(json.dumps(report))
