@@ -199,7 +199,9 @@ def read_later(value: Tensor) -> Callable[[], Any]:
     return read
 
 
-def _join(timeout_s: float, device: str | None, program: str | Path | None, part: tuple[int, int] | None) -> Ranks:
+def _join(
+    timeout_s: float, device: str | None, program: str | Path | None, part: tuple[int, int] | None = None
+) -> Ranks:
     read_launcher()
     if "RANK" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
         # Lines at once and whole: torchrun starts ranks so that each piece of a line is written by itself.

@@ -303,6 +303,22 @@ def test_ranks_that_train_send_to_others(launches: int, pool: RankPool, programs
         assert_equal(*files, f"step {step}")
 
 
+@pytest.mark.costly
+def test_ranks_that_train_send_to_those_of_another_engine(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
+    train, sent_to = programs.folder("llama", "train", "fp32", {"mesh": {"pp": 1}}), tmp_path / "sent.safetensors"
+    jobs = two_groups(
+        programs, tmp_path, 1, train, 4, train, kind="llama", sizes=SIZES["llama"], sent=str(sent_to)
+    )  # fmt: skip
+    one_launch(pool, tmp_path, jobs)
+    sent, received = reported(tmp_path)
+    assert sent == received and sent[1] == {"version": 1}
+    assert "qkv_proj.weight is [24, 32] on this rank of the engine, and [16, 32] by the mapping" in sent[0]["error"]
+    weights = {name.removeprefix("model."): value for name, value in load_file(sent_to).items()}
+    for rank in range(4):
+        found = load_file(f"{sent_to}.{rank}")
+        assert_equal(found, engine_parameters(weights, Sizes(**SIZES["llama"]), (rank, 4)), f"rank {rank}")
+
+
 @pytest.mark.slow
 def test_weights_of_a_sender_that_ends_are_not_computed_with(programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])

@@ -97,6 +97,34 @@ def between(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def to_engine(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """Send, or receive into the parameters of another engine; what does not fit is refused, and sent again."""
+    found: list[dict[str, Any]] = []
+    if job["sends"]:
+        with Pipeline(job["program"], device) as pipeline:
+            pipeline.load_weights(job["weights"])
+            peers = Peers(job["address"], sends=True, device=device, timeout_s=30)
+            train(pipeline, job["kind"], range(1), fixture.optimizer_of(pipeline.named_parameters()))
+            for _ in range(2):
+                try:
+                    found.append({"version": pipeline.send_weights(peers).version})
+                except RuntimeProgramError as error:
+                    found.append({"error": str(error)})
+            pipeline.save_weights(job["sent"])
+        return found
+    peers = Peers(job["address"], sends=False, device=device, timeout_s=30)
+    weights = {name.removeprefix("model."): value for name, value in load_file(job["weights"]).items()}
+    sizes, tp = Sizes(**job["sizes"]), (dist.get_rank(), dist.get_world_size())
+    tensors = {name: torch.full_like(value, DIRT) for name, value in engine_parameters(weights, sizes, tp).items()}
+    for kv_heads in (None, sizes.kv_heads):
+        try:
+            found.append({"version": peers.receive(EngineTensors("fused", tensors, tp=tp, kv_heads=kv_heads)).version})
+        except RuntimeProgramError as error:
+            found.append({"error": str(error)})
+    save_file(tensors, f"{job['sent']}.{dist.get_rank()}")
+    return found
+
+
 def _refuses(pipeline: Pipeline, kind: str) -> str:
     try:
         pipeline.infer({"ids": fixture.batch_of(kind, 0)["ids"]})
@@ -113,6 +141,7 @@ if __name__ == "__main__":
         given = given["groups"][place]
         part = begins[place], given["count"]
     with start(60.0, part=part) as ranks:
-        report = (within if "targets" in given else between)(given, ranks.device)
+        run = within if "targets" in given else to_engine if "sizes" in given else between
+        report = run(given, ranks.device)
         if ranks.rank == 0:
             Path(given["report"]).write_text(json.dumps(report))

@@ -88,6 +88,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         EngineTensors("fused", whole, tp=(0, 2)).entries(offered)
     with pytest.raises(RuntimeProgramError, match=r"makes no k_scale of what is sent"):
         EngineTensors("fused", {"k_scale": torch.zeros(1)}).entries(offered)
+    square = {"h.0.attn.c_proj.weight": torch.zeros(4, 4)}  # vLLM transposes it
+    with pytest.raises(RuntimeProgramError, match=r"makes no h.0.attn.c_proj.weight of what is sent"):
+        EngineTensors("fused", square).entries({name: (name, value.shape) for name, value in square.items()})
     with pytest.raises(RuntimeProgramError, match="6 ranks can't share 4 heads"):
         EngineTensors("fused", {}, tp=(0, 6), kv_heads=4)
     with pytest.raises(RuntimeProgramError, match="tp is \\(rank, ranks\\), counted from 0"):
