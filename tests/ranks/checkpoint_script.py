@@ -64,15 +64,19 @@ class Transformer(nn.Module):
         return logits
 
 
-class Mixture(nn.Module):
-    """Mixtral, with experts."""
+class Pretrained(nn.Module):
+    """A model of transformers: Mixtral, with experts, or Llama, with a tied head and groups of heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         from tests.models import architectures
 
         torch.manual_seed(0)
-        self.model = architectures.build("mixtral")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        llama = LlamaConfig(vocab_size=70, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+        self.model = architectures.build("mixtral") if kind == "moe" else LlamaForCausalLM(llama)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model(ids).logits
@@ -84,13 +88,13 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(kind: str) -> nn.Module:
-    """Make a model: "moe", or a transformer with so many words."""
-    return Mixture() if kind == "moe" else Transformer(int(kind))
+    """Make a model: "moe", "llama", or a transformer with so many words."""
+    return Transformer(int(kind)) if kind.isdecimal() else Pretrained(kind)
 
 
 def batch_of(kind: str, step: int) -> dict[str, Tensor]:
     """The global batch of a step."""
-    words = 64 if kind == "moe" else int(kind)
+    words = int(kind) if kind.isdecimal() else 64
     generator = torch.Generator().manual_seed(100 + step)
     ids, labels = (torch.randint(3, words, (ROWS, TOKENS), generator=generator) for _ in range(2))
     return {"ids": ids, "labels": labels}

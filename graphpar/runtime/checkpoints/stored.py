@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from graphpar.runtime.checkpoints import checkpoint
 from graphpar.runtime.checkpoints.adapters import Adapters
+from graphpar.runtime.checkpoints.engine_layouts import EngineTensors
 from graphpar.runtime.checkpoints.folders import MEMORY, is_in
 from graphpar.runtime.checkpoints.saved_state import State
 from graphpar.runtime.checkpoints.snapshots import Snapshots
-from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, transfer
+from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, engine_tensors, transfer
 from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
@@ -131,14 +132,17 @@ class Stored:
     ) -> None:
         checkpoint.save_whole(self._saver, self._state(None), path, join, names)
 
-    def send_weights(self, to: Stored | Peers, *, version: int | None = None, strict: bool = True) -> Transfer:
+    def send_weights(
+        self, to: Stored | Peers | EngineTensors, *, version: int | None = None, strict: bool = True
+    ) -> Transfer:
         """Give another program of this model this one's weights; a collective call of both.
 
         Each process receives what it needs and does not have, in the narrower dtype of the two, and nobody has a whole tensor. Of adapters
         that the other program does not have, the products are added to the weights that are sent.
 
         Args:
-            to: a pipeline of the same processes; or the ranks of another launch, which call :meth:`receive_weights`.
+            to: a pipeline of the same processes, or tensors of another engine in them; or the ranks of another launch, which call
+                :meth:`receive_weights`, or :meth:`Peers.receive` with tensors of an engine.
             version: a number that the receiver keeps as ``weights_version``; by default the steps that this pipeline has done.
             strict: False: leave out what the other program does not have, such as the head of a value.
 
@@ -150,7 +154,33 @@ class Stored:
         if isinstance(to, Peers):
             to.check(sends=True)
             return transfer(to.channel, self._state(None), None, number, strict)
+        if isinstance(to, EngineTensors):
+            return transfer(all_ranks(self.device), self._state(None), to, number, strict)
         return to._receive(all_ranks(self.device), self._state(None), number, strict)
+
+    def weights_for(
+        self,
+        mapping: str | Path = "hf",
+        *,
+        ranks: Collection[int] | None = None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 2**30,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield undivided tensors with the names that another engine loads, of weights with the products of adapters added.
+
+        A collective call between two steps: every rank iterates to the end. On ranks that receive nothing, nothing is yielded.
+
+        Args:
+            mapping: a mapping file, or the name of one that graphpar has: "hf" (the model's names), "hf_mixtral", "hf_qwen_moe".
+            ranks: which receive the tensors; by default all.
+            dtype: of floating-point tensors; by default as they are stored.
+            bucket_bytes: how much of the model a rank has at a time, or one tensor where that is larger.
+
+        Raises:
+            RuntimeProgramError: in all processes: the mapping can't be read, or leaves out a tensor of the model.
+        """
+        self._check_unmerged("weights_for")
+        return engine_tensors(all_ranks(self.device), self._state(None), mapping, ranks, dtype, bucket_bytes)
 
     def receive_weights(self, peers: Peers) -> Transfer:
         """Take the weights that another launch sends with :meth:`send_weights`; a collective call of both.
