@@ -182,7 +182,7 @@ def _last_checkpoint(given: Sequence[str]) -> str:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--checkpoint", type=Path)
     with contextlib.suppress(argparse.ArgumentError, OSError, TypeError):
-        return (options.parse_known_args(given)[0].checkpoint / LATEST).read_text(encoding="utf-8")
+        return Path(options.parse_known_args(given)[0].checkpoint, LATEST).read_text(encoding="utf-8")
     return ""
 
 
