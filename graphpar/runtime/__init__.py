@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphpar.runtime.checkpoints.checkpoint import Checkpoint
+    from graphpar.runtime.checkpoints.engine_layouts import EngineTensors
     from graphpar.runtime.checkpoints.weight_transfer import Peers
     from graphpar.runtime.distributed import Ranks, StopSignal, start
     from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AgreedError": "errors",
     "Checkpoint": "checkpoints.checkpoint",
+    "EngineTensors": "checkpoints.engine_layouts",
     "LaunchError": "errors",
     "Log": "training.log",
     "Manifest": "manifest",
@@ -56,6 +58,7 @@ _MODULES = {
 __all__ = [
     "AgreedError",
     "Checkpoint",
+    "EngineTensors",
     "LaunchError",
     "Log",
     "Manifest",

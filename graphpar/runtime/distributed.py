@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from graphpar.runtime.debugging import lone_group
 from graphpar.runtime.errors import NO_ROOM, AgreedError, RuntimeProgramError, root_cause
@@ -94,6 +95,7 @@ def start(
     device: str | None = None,
     program: str | Path | None = None,
     alone: tuple[int, int] | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Iterator[Ranks]:
     """Join the process group for the length of the block: nccl with a GPU for every rank, or gloo on CPUs.
 
@@ -107,10 +109,12 @@ def start(
         program: the emitted folder, whose plan says what it is for.
         alone: a rank and how many there are: this process is that rank, without the others
             (:mod:`graphpar.runtime.debugging.lone_group`).
+        part: the first of the launch's ranks that run this program, and how many do, where others run another one: they are a group of
+            their own, whose ranks count from 0.
     """
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
-        ranks = _join(timeout_s, device, program) if alone is None else _join_alone(*alone, device)
+        ranks = _join(timeout_s, device, program, part) if alone is None else _join_alone(*alone, device)
         yield ranks
         note_left()
     except SystemExit as error:
@@ -201,7 +205,9 @@ def read_later(value: Tensor) -> Callable[[], Any]:
     return read
 
 
-def _join(timeout_s: float, device: str | None, program: str | Path | None) -> Ranks:
+def _join(
+    timeout_s: float, device: str | None, program: str | Path | None, part: tuple[int, int] | None = None
+) -> Ranks:
     read_launcher()
     if "RANK" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
         # Lines at once and whole: torchrun starts ranks so that each piece of a line is written by itself.
@@ -210,11 +216,18 @@ def _join(timeout_s: float, device: str | None, program: str | Path | None) -> R
         int(os.environ.get(name, usual)) for name, usual in zip(LAUNCHERS["torchrun"], ("0", "1", "0"))
     )
     timeout = timedelta(seconds=timeout_s)
+    first, count = part or (0, world_size)
+    if not (0 <= first <= rank < first + count <= world_size):
+        raise RuntimeProgramError(
+            f"rank {rank} of {world_size} is in no group of {count} ranks from rank {first} on: part is (first, how many)"
+        )
     planned, degrees = read_plan(program)
     if degrees is not None:
-        check_size(world_size, degrees, sys.argv[0])
+        check_size(count, degrees, sys.argv[0])
     store = open_store(timeout)
     where = agreed_device(store, device or os.environ.get(DEVICE), planned)
+    if part is not None:
+        rank, world_size, store = rank - first, count, PrefixStore(f"ranks from {first}", store)
     backend, options = "gloo", dict[str, Any]()
     if where.type == "cuda":
         torch.cuda.set_device(where)

@@ -160,6 +160,8 @@ class Pipeline(Stored):
         self._optimizers.close()
         try:
             self._saver.close()
+            if self._snapshots is not None:
+                self._snapshots.close()
         finally:
             self.groups.close()
 

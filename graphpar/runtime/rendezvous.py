@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
@@ -44,7 +45,9 @@ SHOWN = 4
 """How many nodes a message shows before it counts the rest."""
 READ_S = 10.0
 """How long rank 0, which may have the store, stays for others to read why they end."""
-_PLACE = "graphpar_device"
+_PLACE, _START = "graphpar_device", "graphpar_start"
+_PEEK_S = 0.02
+"""Seconds between two looks of rank 0 at who has come."""
 
 
 def on_gpus(ranks: int) -> bool:
@@ -133,7 +136,7 @@ def _opened(rank: int, size: int, timeout: timedelta) -> Store:
         or os.environ.get("LOCAL_WORLD_SIZE") not in (None, str(size))
     ):
         found: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-        return found
+        return of_this_start(found, rank, size, timeout) if shared else found
     address = LOOPBACK[0], int(os.environ["MASTER_PORT"])
     loops = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loops:  # the backends' own sockets, too, listen where only this machine reaches them
@@ -141,6 +144,31 @@ def _opened(rank: int, size: int, timeout: timedelta) -> Store:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loops[0])
     listener = socket.create_server(address).detach() if rank == 0 else None
     return TCPStore(*address, size, rank == 0, timeout, master_listen_fd=listener)
+
+
+def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a store without the keys of earlier starts: torchrun's outlives ranks, and has the addresses of those that have ended.
+
+    Each rank takes a name that was never used, and rank 0 answers all of them with its own, which comes before the keys of this start.
+    """
+    own, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    store.set(f"{_START}/{rank}", own)
+    if rank:
+        start = store.get(f"{_START}/{own}").decode()
+        store.add(f"{_START}/{start}/joined", 1)
+        return PrefixStore(start, store)
+    answered = set[bytes]()
+    while size > 1 and store.add(f"{_START}/{own}/joined", 0) < size - 1:
+        names = store.multi_get(
+            [f"{_START}/{each}" for each in range(1, size)]
+        )  # of a start before, until the rank has come
+        for name in set(names) - answered:
+            store.set(f"{_START}/{name.decode()}", own)
+        answered.update(names)
+        if time.monotonic() > deadline:
+            raise TimeoutError("some have not come again")
+        time.sleep(_PEEK_S)
+    return PrefixStore(own, store)
 
 
 PRIORITY = ("tp", "pp")

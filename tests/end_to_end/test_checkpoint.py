@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.runtime import LaunchError, RuntimeProgramError
-from graphpar.runtime.checkpoints import conversion, tensor_chunks
+from graphpar.runtime.checkpoints import conversion, tensor_files
 from graphpar.runtime.checkpoints import folders as checkpoint_folders
 from graphpar.runtime.checkpoints.tensor_chunks import boxes_of, flat_boxes
 from graphpar.runtime.layout import Shard, local_shard
@@ -87,6 +87,9 @@ class Bench:
             gp.partition(program, gp.plan(program, **_asked(layout))).save(out)
         return out
 
+    def ranks(self, layout: str) -> int:
+        return math.prod(_asked(layout)["mesh"].values())
+
     def run(self, kind: str, layout: str, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
         """Run jobs one after the other on the ranks of a layout; return what they report."""
         common = {
@@ -100,9 +103,8 @@ class Bench:
         listed = [{**common, "report": str(report), **job} for report, job in zip(reports, jobs)]
         file = self.root / "jobs.json"
         file.write_text(json.dumps(listed, default=str))
-        ranks = math.prod(_asked(layout)["mesh"].values())
         killed = any("killed" in job for job in jobs)
-        self.pool.torchrun(Path(fixture.__file__), [str(file)], nproc=ranks, timeout_s=300, killed=killed)
+        self.pool.torchrun(Path(fixture.__file__), [str(file)], nproc=self.ranks(layout), timeout_s=300, killed=killed)
         return [json.loads(report.read_text()) for report in reports]
 
 
@@ -408,7 +410,7 @@ def test_a_kill_between_any_two_changes_of_a_folder(
                 save(name, when)
             except Killed:
                 left = 10**6
-                assert tensor_chunks.read_metadata(checkpoint_folders.find(root)) is not None, allowed
+                assert tensor_files.read_tensors(checkpoint_folders.find(root)) is not None, allowed
                 moments += 1
                 left = allowed
                 continue

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import graphpar as gp
 from tests.end_to_end.test_checkpoint import EXPERTS, LAYOUTS, MORE
+from tests.models.engine_layouts import Sizes, engine_parameters
 from tests.ranks import checkpoint_script as fixture
 from tests.ranks import resharding_script
 from tests.tools.rank_pool import RankPool
@@ -74,12 +75,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 
 def moved_within(
-    pool: RankPool, programs: Programs, out: Path, kind: str, train: Path, *targets: Path
+    pool: RankPool, programs: Programs, out: Path, kind: str, train: Path, *targets: Path, **more: Any
 ) -> list[dict[str, Any]]:
     out.mkdir(exist_ok=True)
     job = {
         "kind": kind, "train": str(train), "targets": list(map(str, targets)), "weights": str(programs.weights(kind)),
-        "out": str(out), "steps": STEPS, "report": str(out / "report.json"),
+        "out": str(out), "steps": STEPS, "report": str(out / "report.json"), **more,
     }  # fmt: skip
     (out / "job.json").write_text(json.dumps(job))
     pool.torchrun(Path(resharding_script.__file__), [str(out / "job.json")], nproc=4, timeout_s=300)
@@ -175,27 +176,83 @@ def test_other_models_and_trained_parameters_in_fewer_bits_are_refused(
     assert found["version"] == 0
 
 
+_COMMON = {"heads": 4, "kv_heads": 2, "width": 32, "head": 8, "biases": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**_COMMON, "hidden": 48, "words": 70},
+    "moe": {**_COMMON, "hidden": 64, "words": 64, "experts": 4, "layers": 4},
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "kind, layout",
+    sample(
+        [
+            ("llama", LAYOUTS["tp2 x pp2"]),
+            ("llama", {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3}),
+            ("moe", EXPERTS["dp2 x ep2"]),
+            ("moe", EXPERTS["dp2 x dp_expert2"]),
+        ],
+        2,
+    ),
+)
+def test_other_engines_have_what_was_sent(
+    kind: str, layout: dict[str, Any], pool: RankPool, programs: Programs, tmp_path: Path
+) -> None:
+    train = programs.folder(kind, "train", "fp32", layout)
+    mapping = "hf" if kind == "llama" else "hf_mixtral"
+    files = {"mapping": mapping, "dtype": "bfloat16", "ranks": [0, 2], "bucket_bytes": 10_000}
+    engines = [*({"tp": tp, "sizes": SIZES[kind]} for tp in (1, 2, 4)), files]
+    moved_within(pool, programs, tmp_path, kind, train, engines=engines)
+    whole = load_file(tmp_path / "sent.safetensors")
+    weights = {name.removeprefix("model."): value for name, value in whole.items()}
+    for number, tp in enumerate((1, 2, 4)):
+        for rank in range(4):
+            expected = engine_parameters(weights, Sizes(**SIZES[kind]), (rank % tp, tp))
+            found = load_file(tmp_path / f"engine_{number}_{rank}.safetensors")
+            assert_equal(found, expected, f"rank {rank} of tp {tp}")
+    assert [len(load_file(tmp_path / f"engine_3_{rank}.safetensors")) for rank in (1, 3)] == [0, 0]
+    for rank in (0, 2):
+        found = load_file(tmp_path / f"engine_3_{rank}.safetensors")
+        expected = {name: value for name, value in weights.items() if name != "lm_head.weight" or kind == "moe"}
+        if kind == "moe":  # as transformers writes its files
+            model = fixture.build(kind).model
+            model.load_state_dict(weights)
+            model.save_pretrained(tmp_path / "hf")
+            expected = load_file(tmp_path / "hf" / "model.safetensors")
+        assert_equal(found, expected, "files")
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
         return port
 
 
-def two_launches(
+def two_groups(
     programs: Programs, out: Path, senders: int, train: Path, receivers: int, given: Path, **job: Any
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Start one launch that trains and another that receives, and return what they reported."""
-    running, common = [], {
-        "kind": "17", "weights": str(programs.weights("17")), "out": str(out), "steps": STEPS,
+) -> list[dict[str, Any]]:
+    """Return the jobs of ranks that train, and of others that receive."""
+    kind = job.get("kind", "17")
+    common = {
+        "kind": kind, "weights": str(programs.weights(kind)), "out": str(out), "steps": STEPS,
         "address": f"127.0.0.1:{free_port()}", **job,
     }  # fmt: skip
-    for sends, program, count in ((True, train, senders), (False, given, receivers)):
-        own = {**common, "sends": sends, "program": str(program), "report": str(out / f"report_{sends}.json")}
-        file = out / f"job_{sends}.json"
-        file.write_text(json.dumps(own))
+    return [
+        {**common, "count": count, "sends": sends, "program": str(program), "report": str(out / f"report_{sends}.json")}
+        for sends, program, count in ((True, train, senders), (False, given, receivers))
+    ]
+
+
+def two_launches(out: Path, jobs: list[dict[str, Any]]) -> None:
+    """Start a launch for each of two groups."""
+    running = []
+    for job in jobs:
+        file = out / f"job_{job['sends']}.json"
+        file.write_text(json.dumps(job))
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", str(free_port()),
-            resharding_script.__file__, str(file),
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job["count"]), "--master-port",
+            str(free_port()), resharding_script.__file__, str(file),
         ]  # fmt: skip
         running.append(
             subprocess.Popen(
@@ -208,16 +265,30 @@ def two_launches(
     finally:
         for each in running:
             each.kill()
+
+
+def one_launch(pool: RankPool, out: Path, jobs: list[dict[str, Any]]) -> None:
+    """Start a launch whose first ranks are one group and whose others are another."""
+    (out / "job.json").write_text(json.dumps({"groups": jobs}))
+    count = sum(job["count"] for job in jobs)
+    pool.torchrun(Path(resharding_script.__file__), [str(out / "job.json")], nproc=count, timeout_s=180)
+
+
+def reported(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what the two groups have reported."""
     reports = [out / f"report_{sends}.json" for sends in (True, False)]
     sent, received = (json.loads(each.read_text()) if each.exists() else [] for each in reports)
     return sent, received
 
 
 @pytest.mark.costly
-def test_one_launch_sends_to_another(programs: Programs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launches", sample([1, 2], 1))
+def test_ranks_that_train_send_to_others(launches: int, pool: RankPool, programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
     given = programs.folder("17", "infer", "fp32", {"mesh": {"pp": 2}, "microbatch_size": 2})
-    sent, received = two_launches(programs, tmp_path, 2, train, 2, given)
+    jobs = two_groups(programs, tmp_path, 2, train, 2, given)
+    one_launch(pool, tmp_path, jobs) if launches == 1 else two_launches(tmp_path, jobs)
+    sent, received = reported(tmp_path)
     assert [each["version"] for each in received] == [1, 2]
     whole = load_file(tmp_path / "sent_1.safetensors")
     tied = whole["tokens.weight"].nbytes  # both stages have it
@@ -232,10 +303,27 @@ def test_one_launch_sends_to_another(programs: Programs, tmp_path: Path) -> None
         assert_equal(*files, f"step {step}")
 
 
+@pytest.mark.costly
+def test_ranks_that_train_send_to_those_of_another_engine(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
+    train, sent_to = programs.folder("llama", "train", "fp32", {"mesh": {"pp": 1}}), tmp_path / "sent.safetensors"
+    jobs = two_groups(
+        programs, tmp_path, 1, train, 4, train, kind="llama", sizes=SIZES["llama"], sent=str(sent_to)
+    )  # fmt: skip
+    one_launch(pool, tmp_path, jobs)
+    sent, received = reported(tmp_path)
+    assert sent == received and sent[1] == {"version": 1}
+    assert "qkv_proj.weight is [24, 32] on this rank of the engine, and [16, 32] by the mapping" in sent[0]["error"]
+    weights = {name.removeprefix("model."): value for name, value in load_file(sent_to).items()}
+    for rank in range(4):
+        found = load_file(f"{sent_to}.{rank}")
+        assert_equal(found, engine_parameters(weights, Sizes(**SIZES["llama"]), (rank, 4)), f"rank {rank}")
+
+
 @pytest.mark.slow
 def test_weights_of_a_sender_that_ends_are_not_computed_with(programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])
     given = programs.folder("17", "infer", "fp32", {"mesh": {"tp": 2}})
-    _, received = two_launches(programs, tmp_path, 2, train, 2, given, dies=True)
+    two_launches(tmp_path, two_groups(programs, tmp_path, 2, train, 2, given, dies=True))
+    _, received = reported(tmp_path)
     assert received[0]["version"] == 1
     assert received[1]["version"] is None and "weights were on their way" in received[1]["refused"]

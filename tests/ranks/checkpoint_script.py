@@ -64,15 +64,19 @@ class Transformer(nn.Module):
         return logits
 
 
-class Mixture(nn.Module):
-    """Mixtral, with experts."""
+class Pretrained(nn.Module):
+    """A model of transformers: Mixtral, with experts, or Llama, with a tied head and groups of heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         from tests.models import architectures
 
         torch.manual_seed(0)
-        self.model = architectures.build("mixtral")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        llama = LlamaConfig(vocab_size=70, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+        self.model = architectures.build("mixtral") if kind == "moe" else LlamaForCausalLM(llama)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model(ids).logits
@@ -84,13 +88,13 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(kind: str) -> nn.Module:
-    """Make a model: "moe", or a transformer with so many words."""
-    return Mixture() if kind == "moe" else Transformer(int(kind))
+    """Make a model: "moe", "llama", or a transformer with so many words."""
+    return Transformer(int(kind)) if kind.isdecimal() else Pretrained(kind)
 
 
 def batch_of(kind: str, step: int) -> dict[str, Tensor]:
     """The global batch of a step."""
-    words = 64 if kind == "moe" else int(kind)
+    words = int(kind) if kind.isdecimal() else 64
     generator = torch.Generator().manual_seed(100 + step)
     ids, labels = (torch.randint(3, words, (ROWS, TOKENS), generator=generator) for _ in range(2))
     return {"ids": ids, "labels": labels}
@@ -158,11 +162,16 @@ def _run(job: dict[str, Any], device: torch.device) -> None:
 
 def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> None:
     begin, end = job.get("steps", (0, 0))
+    kept = {"memory": job["memory"][dist.get_rank()]} if "memory" in job else {}  # of this rank's node
     # With another learning rate: that of the checkpoint counts.
     lr = LR if job.get("load") is None else 1.0
     optimizer = optimizer_of(pipeline.named_parameters(), job.get("optimizer", "AdamW"), lr)
     saved = None if job.get("weights_only") else optimizer
-    if job.get("load") is None:
+    if kept and (resumed := pipeline.resume(job["folder"], saved, **kept)) is not None:
+        begin = resumed.step
+        report |= {"step": resumed.step, "data": dict(resumed.data), "path": str(resumed.path)}
+        pipeline.save_snapshot(job["folder"], saved, step=begin, data=resumed.data, **kept)
+    elif job.get("load") is None:
         pipeline.load_weights(job["weights"])
     else:
         loaded = pipeline.load_checkpoint(job["load"], saved)
@@ -176,7 +185,11 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> N
         pipeline.zero_grad()
         scheduled(optimizer)
         report["losses"].append(loss.item())
-        if job.get("folder"):
+        if kept and (step + 1) % job["snapshot_every"] == 0:
+            pipeline.save_snapshot(job["folder"], saved, step=step + 1, data={"rows": (step + 1) * ROWS}, **kept)
+        if kept and step + 1 == job.get("killed_at") and dist.get_rank() in job["killed"]:
+            Timer(job["killed_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if job.get("folder") and (step + 1) % job.get("save_every", 1) == 0:
             path, wait = Path(job["folder"]) / str(step + 1), job.get("wait", True)
             pipeline.save_checkpoint(path, saved, step=step + 1, keep=job.get("keep"), wait=wait)
             first = begin if wait else begin + 1  # a save waits for the one before it: from here one is whole

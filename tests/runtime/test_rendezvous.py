@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from graphpar.runtime.rendezvous import (
     agreed_device,
     check_size,
     decide,
+    of_this_start,
     open_store,
     read_launcher,
     read_plan,
@@ -294,3 +297,24 @@ def test_ranks_that_do_not_meet_are_a_sentence(launched: Callable[[Mapping[str, 
 def test_another_number_of_ranks_than_the_plan_s_is_refused_before_they_meet() -> None:
     with pytest.raises(RuntimeProgramError, match=r"runs on 2 ranks \(pp=2\), but 4 were started.*--nproc-per-node 2"):
         check_size(4, {"pp": 2}, "train.py")
+
+
+def test_a_start_sees_no_keys_of_earlier_ones() -> None:
+    """One store, as of a torchrun that restarts its ranks; a start before has left the names of its ranks, which have ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank in range(3):
+        server.set(f"graphpar_start/{rank}", f"ended{rank}")
+
+    def come(rank: int) -> dist.Store:
+        time.sleep(0.1 * rank)  # rank 0 first sees the others' names of before
+        client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        return of_this_start(client, rank, 3, timedelta(seconds=30))
+
+    with ThreadPoolExecutor() as threads:
+        first, second = (list(threads.map(come, range(3))) for _ in range(2))
+    first[1].set("key", "first")
+    second[2].set("key", "second")
+    assert [each.get("key") for each in first] == [b"first"] * 3
+    assert [each.get("key") for each in second] == [b"second"] * 3
+    with pytest.raises(TimeoutError, match="some have not come again"):
+        of_this_start(server, 0, 3, timedelta(seconds=0.1))

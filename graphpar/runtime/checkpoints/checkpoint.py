@@ -43,18 +43,17 @@ from graphpar.runtime.checkpoints.folders import (
     read_record,
 )
 from graphpar.runtime.checkpoints.saved_state import State, in_turns, joined_descriptions, may_become
-from graphpar.runtime.checkpoints.tensor_chunks import (
-    MODEL,
-    Box,
+from graphpar.runtime.checkpoints.tensor_chunks import MODEL, Box, Entry, Key
+from graphpar.runtime.checkpoints.tensor_files import (
     BoxWriter,
-    Entry,
     SavePlanner,
+    Size,
     check_entries,
     read_entries,
-    read_metadata,
     read_places,
+    read_tensors,
+    sizes_of,
     stored_model,
-    tensors_of,
 )
 from graphpar.runtime.checkpoints.weights import Unread, listed, whole_shape
 from graphpar.runtime.distributed import agreed, gather_objects
@@ -62,9 +61,6 @@ from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.loss_scale import LossScale
 from graphpar.runtime.state.host import copied_out
-
-Size = tuple[Sequence[int], torch.dtype]
-"""The shape and dtype of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +123,7 @@ class Saver:
             part: of rank 0, what is written; ``finish`` makes it whole.
         """
         if not wait:
-            values = [box.values for entry in entries.values() for box in entry.boxes]
-            copies, self._memory = copied_out(values, self._memory)
-            copy = iter(copies)
-            entries = {
-                key: replace(entry, boxes=[Box(box.offsets, next(copy)) for box in entry.boxes], tensors=[])
-                for key, entry in entries.items()
-            }
+            entries, self._memory = copied(entries, self._memory)
         writer, planner = BoxWriter(folder), SavePlanner()
         own, metadata = _planned(writer, planner, entries)
         place = self._place = f"graphpar_save/{folder.name}"
@@ -159,10 +149,27 @@ class Saver:
             self._thread = threading.Thread(target=work, name="checkpoint")
             self._thread.start()
 
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is being saved which is not the latest yet."""
+        return bool(self._place) and not _store().check([f"{self._place}/outcome"])
+
     def close(self) -> None:
         """Wait; all ranks call it."""
         self.wait()
         self._memory = None
+
+
+def copied(entries: Mapping[str, Entry], memory: Tensor | None) -> tuple[dict[str, Entry], Tensor]:
+    """Copy the boxes of entries into the host's memory; returns them and the memory, which is ``memory`` if that has its size."""
+    values = [box.values for entry in entries.values() for box in entry.boxes]
+    copies, memory = copied_out(values, memory)
+    copy = iter(copies)
+    found = {
+        key: replace(entry, boxes=[Box(box.offsets, next(copy)) for box in entry.boxes], tensors=[])
+        for key, entry in entries.items()
+    }
+    return found, memory
 
 
 Finish = Callable[[BoxWriter, Metadata, list[list[WriteResult]]], None]
@@ -231,8 +238,8 @@ def save(
     keep: int | None,
     best: bool,
     wait: bool,
-) -> None:
-    """Do what :meth:`Pipeline.save_checkpoint` says."""
+) -> float:
+    """Do what :meth:`Pipeline.save_checkpoint` says; returns the time that names the checkpoint on rank 0."""
     program, target = state.program, Path(path)
     with agreed():
         if keep is not None and keep < 1:
@@ -245,6 +252,23 @@ def save(
             raise RuntimeProgramError(
                 f"{target.parent / BEST} is a folder, but the name of the best checkpoint is to be written there; rename it"
             )
+    record, entries, _ = recorded(state, progress, step, data)
+    plan = (program.folder / PLAN).read_bytes()
+
+    def finish(part: Part) -> None:
+        part.finish(record, plan, keep, best)
+
+    _written(saver, entries, target, lambda: begin(target, record["model"]), finish, wait)
+    when: float = record["time"]
+    return when
+
+
+def recorded(
+    state: State, progress: Progress, step: int, data: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Entry], dict[str, tuple[int, ...]]]:
+    """Return what ``checkpoint.json`` says, what this rank is to write, and the shapes of the whole model; a collective call."""
+    program = state.program
+    with agreed():
         if not torch.serialization.get_crc32_options():
             raise RuntimeProgramError(
                 "torch.serialization.set_crc32_options(False) leaves out the checksums that detect damage; "
@@ -273,13 +297,9 @@ def save(
     record["optimizer"] = joined_descriptions([own for own, _, _ in everyone])
     alike = all(schedule == progress.schedule for _, schedule, _ in everyone)
     record["schedule"] = progress.schedule if alike else None  # of optimizers whose groups differ from rank to rank
-    record["model"] = model = model_of(pair for _, _, shapes in everyone for pair in shapes)
-    plan = (program.folder / PLAN).read_bytes()
-
-    def finish(part: Part) -> None:
-        part.finish(record, plan, keep, best)
-
-    _written(saver, entries, target, lambda: begin(target, model), finish, wait)
+    shapes = {name: shape for _, _, own in everyone for name, shape in own}
+    record["model"] = model_of(shapes.items())
+    return record, entries, shapes
 
 
 def save_whole(
@@ -345,23 +365,58 @@ def _written(
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
-    """Do what :meth:`Pipeline.load_checkpoint` says."""
+@dataclass(frozen=True)
+class Source:
+    """From where a checkpoint is loaded: what it says, the sizes of its tensors, and what checks and fills a rank's entries."""
+
+    path: Path
+    record: Mapping[str, Any]
+    sizes: Mapping[Key, Size]
+    check: Callable[[Mapping[str, Entry]], None]
+    fill: Callable[[Mapping[str, Entry]], None]
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a model's whole tensors, by name."""
+
+
+def on_disk(path: str | Path, held: Shapes) -> Source:
+    """Find the checkpoint that :meth:`Pipeline.load_checkpoint` loads, of the model that has these tensors; a collective call."""
     with agreed():
-        model = state.model()
-        described = state.described()
-    everyone = gather_objects((shapes_of({entry.key: entry for entry in model.values()}), described))
-    with agreed():
-        held = {name: shape for shapes, _ in everyone for name, shape in shapes}
-        folder = find(path, lambda each: _is_of(each, held))
-        record, metadata = read_record(folder), read_metadata(folder)
-        sizes = tensors_of(metadata)
+        folder = latest(path, held)
+        record, stored = read_record(folder), read_tensors(folder)
     times = gather_objects(record["time"])
     with agreed():
         if any(when != record["time"] for when in times):
             raise RuntimeProgramError(
                 f"{path} is not the same checkpoint on all ranks; name one that all machines share"
             )
+    return Source(
+        folder,
+        record,
+        sizes_of(stored),
+        lambda entries: check_entries(folder, entries, stored),
+        lambda entries: read_entries(entries, stored),
+    )
+
+
+def latest(path: str | Path, held: Shapes) -> Path:
+    """Find the checkpoint that ``path`` is or names, or the latest one in it of the model that has these tensors."""
+    return find(path, lambda each: _is_of(each, held))
+
+
+def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[Checkpoint, Progress] | None:
+    """Do what :meth:`Pipeline.load_checkpoint` says, of the source that is found, if any."""
+    with agreed():
+        model = state.model()
+        described = state.described()
+    everyone = gather_objects((shapes_of({entry.key: entry for entry in model.values()}), described))
+    held = {name: shape for shapes, _ in everyone for name, shape in shapes}
+    source = find_source(held)
+    if source is None:
+        return None
+    folder, record, sizes = source.path, source.record, source.sizes
+    with agreed():
         entries = _matched(folder, model, set(held), sizes, record)
         states: dict[Tensor, dict[str, Any]] = {}
         hyperparameters: list[Mapping[str, Any]] = []
@@ -371,10 +426,9 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
             _check_entries_sizes(folder, of_optimizer, sizes)
             hyperparameters = state.hyperparameters(record["optimizer"])
             entries |= of_optimizer
-        check_entries(folder, entries, metadata)
+        source.check(entries)
     with agreed():
-        with torch.no_grad():
-            read_entries(folder, entries, metadata)
+        source.fill(entries)
         state.take(states, hyperparameters)
     state.parameters.loaded()
     scale = LossScale(**record["loss_scale"])
@@ -394,7 +448,7 @@ def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest)
         RuntimeProgramError: there is no whole checkpoint, or it is of another model.
     """
     folder = find(path)
-    record, sizes = read_record(folder), tensors_of(read_metadata(folder))
+    record, sizes = read_record(folder), sizes_of(read_tensors(folder))
     saved = {key[1]: shape for key, (shape, _) in sizes.items() if key[:1] == MODEL}
     held = {name: tensor for stage in stages for name, tensor in stage.state_dict(keep_vars=True).items()}
     check_names(folder, held, set(saved), record["ties"], "the program")
@@ -431,10 +485,10 @@ def _matched(
     return entries
 
 
-def _is_of(folder: Path, held: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_of(folder: Path, held: Shapes) -> bool:
     """Return whether a checkpoint is of the model that has these tensors; also if it is damaged, which is for the user to know."""
     try:
-        ties, sizes = read_record(folder)["ties"], tensors_of(read_metadata(folder))
+        ties, sizes = read_record(folder)["ties"], sizes_of(read_tensors(folder))
     except RuntimeProgramError:
         return True
     saved = {path[1]: shape for path, (shape, _) in sizes.items() if path[:1] == MODEL}

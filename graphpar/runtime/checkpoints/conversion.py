@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from graphpar.runtime.checkpoints.adapters import base_weights, check_mergeable, write_adapters
 from graphpar.runtime.checkpoints.checkpoint import check_names, check_sizes, shapes_of
@@ -38,15 +36,14 @@ from graphpar.runtime.checkpoints.folders import (
     whole_checkpoints,
 )
 from graphpar.runtime.checkpoints.saved_state import is_frozen
-from graphpar.runtime.checkpoints.tensor_chunks import (
-    MODEL,
-    BoxWriter,
-    SavePlanner,
-    read_metadata,
-    stored,
+from graphpar.runtime.checkpoints.tensor_chunks import MODEL
+from graphpar.runtime.checkpoints.tensor_files import (
+    read_tensors,
+    sizes_of,
     stored_model,
-    tensors_of,
+    stored_tensors,
     whole_entry,
+    write_boxes,
 )
 from graphpar.runtime.checkpoints.weights import (
     Unread,
@@ -79,7 +76,7 @@ def inspected(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _checkpoint_facts(folder: Path) -> dict[str, Any]:
-    record, sizes = read_record(folder), tensors_of(read_metadata(folder))
+    record, sizes = read_record(folder), sizes_of(read_tensors(folder))
     count = {path: torch.Size(shape).numel() for path, (shape, _) in sizes.items()}
     size = {path: count[path] * dtype.itemsize for path, (_, dtype) in sizes.items()}
     model = [path for path in sizes if path[:1] == MODEL]
@@ -156,7 +153,7 @@ def _interface(folder: Path) -> Record:
 
 def model_in(folder: Path) -> dict[str, Unread]:
     """Return a checkpoint's whole parameters and buffers, by the first of each one's names; they are read when they are needed."""
-    return stored_model(folder, read_metadata(folder))
+    return stored_model(folder, read_tensors(folder))
 
 
 def _base(folder: Path) -> tuple[dict[str, Unread], list[tuple[str, ...]]]:
@@ -267,8 +264,8 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
         }  # fmt: skip
     else:
         path = find(source)
-        record, metadata = {**read_record(path), "time": time.time()}, read_metadata(path)
-        found = {key: tensor.read() for key, tensor in stored(path, metadata).items()}
+        record, stored = {**read_record(path), "time": time.time()}, read_tensors(path)
+        found = {key: tensor.read() for key, tensor in stored_tensors(path, stored).items()}
     if program is not None and required is not None:
         model = {key[1]: (value.shape, value.dtype) for key, value in found.items() if key[:1] == MODEL}
         check_names(path, required, set(model), record["ties"] or ties, "the program")
@@ -318,9 +315,7 @@ def _write(tensors: Mapping[tuple[str, ...], Tensor], record: Mapping[str, Any],
     model = model_of(shapes_of(entries))
     part = begin(out, model)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-            dcp_save(dict(entries), storage_writer=BoxWriter(part.folder), planner=SavePlanner(), no_dist=True)
+        write_boxes(part.folder, entries)
         part.finish({**record, "model": model}, plan, None)
     finally:
         part.drop()

@@ -26,6 +26,8 @@ from typing import Any
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 
 RECORD, LATEST, BEST, PLAN, LOCK, BOXES = "checkpoint.json", "latest", "best", "plan.json", ".lock", ".distcp"
+MEMORY = Path("/dev/shm")
+"""Where snapshots are kept: a folder in memory that outlives processes."""
 FORMAT = 2
 """The version of ``checkpoint.json``."""
 PEEK_S = 0.05
@@ -298,18 +300,13 @@ class Part:
         """
         if plan is not None:
             _write_synced(self.folder / PLAN, plan)
-        small = [file for file in sorted(self.folder.iterdir()) if file.suffix != BOXES]
-        sums: dict[str, int | None] = {file.name: _crc32(file) for file in small}
-        by = {"host": socket.gethostname(), "pid": os.getpid()}
-        whole = json.loads(json.dumps({**record, "by": by, "crc32": sums}))
-        whole["crc32"][RECORD] = _own_sum(whole)
-        _write_synced(self.folder / RECORD, json.dumps(whole, indent=1).encode())
+        whole = write_record(self.folder, record)
         _sync(self.folder)
         parent, old = self.target.parent, beside(self.target, "old")
         with _locked(parent):
             self._check_alone()
             if self.target.exists():
-                _remove(old)
+                remove(old)
                 self.target.rename(old)
             self.folder.rename(self.target)
             for file in (BEST, LATEST) if best else (LATEST,):
@@ -323,7 +320,7 @@ class Part:
             surplus += [each for each in parent.glob(".*.old") if each.with_name(each.name[1:-4]).exists()]
             removed = [folder.rename(beside(folder, f"{_owner()}.part")) for folder in surplus]
         for folder in removed:
-            _remove(folder)
+            remove(folder)
 
     def _check_alone(self) -> None:
         now = _content(self.target / RECORD)
@@ -336,7 +333,18 @@ class Part:
 
     def drop(self) -> None:
         """Remove what was written, if it did not become whole."""
-        _remove(self.folder)
+        remove(self.folder)
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``checkpoint.json``, with who wrote it and the sums of the small files that are there; returns what was written."""
+    small = [file for file in sorted(folder.iterdir()) if file.suffix != BOXES]
+    sums: dict[str, int | None] = {file.name: _crc32(file) for file in small}
+    by = {"host": socket.gethostname(), "pid": os.getpid()}
+    whole: dict[str, Any] = json.loads(json.dumps({**record, "by": by, "crc32": sums}))
+    whole["crc32"][RECORD] = _own_sum(whole)
+    _write_synced(folder / RECORD, json.dumps(whole, indent=1).encode())
+    return whole
 
 
 def begin(target: Path, model: str | None) -> Part:
@@ -367,11 +375,11 @@ def begin_beside(target: Path, before: bytes | None = None) -> Part:
             if ended or (
                 ended is None and now - max(each.stat().st_mtime for each in (left, *left.iterdir())) > IDLE_S
             ):
-                _remove(left)
+                remove(left)
     return part
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove a folder, if it is there, of which others may remove parts meanwhile."""
     while folder.is_dir() and not folder.is_symlink():
         with contextlib.suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -268,3 +268,37 @@ def _check_same(name: str, needed: Held, sent: Held) -> None:
 
 def _dtype(held: Held) -> str:
     return str(held.dtype).removeprefix("torch.")
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+View = Callable[[str, Region], Tensor]
+"""Returns the values that a process has of a region of a tensor, which is inside one of its boxes."""
+
+
+def view_of(entries: Mapping[str, Entry]) -> View:
+    """Return what views this process's entries."""
+
+    def view(name: str, region: Region) -> Tensor:
+        return region.of(next(box for box in entries[name].boxes if region.common(region_of(box)) == region))
+
+    return view
+
+
+def put(entry: Entry, region: Region, values: Tensor) -> None:
+    """Give all of this process's copies of a region these values."""
+    for box in entry.boxes:
+        inside = region.common(region_of(box))
+        if inside is not None:
+            inside.of(box).copy_(inside.of(Box(region.offsets, values)))
+
+
+@torch.no_grad()
+def fill(entries: Mapping[str, Entry], moves: Iterable[Move], view: View) -> None:
+    """Give this process's entries what it has itself of them; the padding next to their boxes becomes zero."""
+    for entry in entries.values():
+        for tensor in entry.tensors:
+            if sum(box.values.numel() for box in entry.boxes) < sum(each.numel() for each in entry.tensors):
+                tensor.zero_()
+    for move in moves:
+        put(entries[move.received], move.region, view(move.sent, move.region))

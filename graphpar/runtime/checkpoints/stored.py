@@ -2,6 +2,7 @@
 
 initialise, load_weights ──► parameters and buffers of this rank's stages ──► state_dict, save_weights
 save_checkpoint, with the optimizer's state, the seed and the steps done ──► load_checkpoint, resume, under any plan
+save_snapshot, the same into the memory of nodes ──► resume
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch.optim import Optimizer
 
 from graphpar.runtime.checkpoints import checkpoint
 from graphpar.runtime.checkpoints.adapters import Adapters
-from graphpar.runtime.checkpoints.folders import is_in
+from graphpar.runtime.checkpoints.engine_layouts import EngineTensors
+from graphpar.runtime.checkpoints.folders import MEMORY, is_in
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, transfer
+from graphpar.runtime.checkpoints.snapshots import Snapshots
+from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, engine_tensors, transfer
 from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
@@ -53,6 +56,7 @@ class Stored:
     _parameters: Replicated
     _saver: checkpoint.Saver
     _scale: LossScale
+    _snapshots: Snapshots | None = None
 
     @property
     def reports(self) -> bool:
@@ -128,14 +132,17 @@ class Stored:
     ) -> None:
         checkpoint.save_whole(self._saver, self._state(None), path, join, names)
 
-    def send_weights(self, to: Stored | Peers, *, version: int | None = None, strict: bool = True) -> Transfer:
+    def send_weights(
+        self, to: Stored | Peers | EngineTensors, *, version: int | None = None, strict: bool = True
+    ) -> Transfer:
         """Give another program of this model this one's weights; a collective call of both.
 
         Each process receives what it needs and does not have, in the narrower dtype of the two, and nobody has a whole tensor. Of adapters
         that the other program does not have, the products are added to the weights that are sent.
 
         Args:
-            to: a pipeline of the same processes; or the ranks of another launch, which call :meth:`receive_weights`.
+            to: a pipeline of the same processes, or tensors of another engine in them; or the ranks of another launch, which call
+                :meth:`receive_weights`, or :meth:`Peers.receive` with tensors of an engine.
             version: a number that the receiver keeps as ``weights_version``; by default the steps that this pipeline has done.
             strict: False: leave out what the other program does not have, such as the head of a value.
 
@@ -147,7 +154,33 @@ class Stored:
         if isinstance(to, Peers):
             to.check(sends=True)
             return transfer(to.channel, self._state(None), None, number, strict)
+        if isinstance(to, EngineTensors):
+            return transfer(all_ranks(self.device), self._state(None), to, number, strict)
         return to._receive(all_ranks(self.device), self._state(None), number, strict)
+
+    def weights_for(
+        self,
+        mapping: str | Path = "hf",
+        *,
+        ranks: Collection[int] | None = None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 2**30,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield undivided tensors with the names that another engine loads, of weights with the products of adapters added.
+
+        A collective call between two steps: every rank iterates to the end. On ranks that receive nothing, nothing is yielded.
+
+        Args:
+            mapping: a mapping file, or the name of one that graphpar has: "hf" (the model's names), "hf_mixtral", "hf_qwen_moe".
+            ranks: which receive the tensors; by default all.
+            dtype: of floating-point tensors; by default as they are stored.
+            bucket_bytes: how much of the model a rank has at a time, or one tensor where that is larger.
+
+        Raises:
+            RuntimeProgramError: in all processes: the mapping can't be read, or leaves out a tensor of the model.
+        """
+        self._check_unmerged("weights_for")
+        return engine_tensors(all_ranks(self.device), self._state(None), mapping, ranks, dtype, bucket_bytes)
 
     def receive_weights(self, peers: Peers) -> Transfer:
         """Take the weights that another launch sends with :meth:`send_weights`; a collective call of both.
@@ -243,14 +276,63 @@ class Stored:
             RuntimeProgramError: it can't be saved, gradients are yet to be reduced, or ranks that update the same parameters have made
                 them different.
         """
-        self._check_unmerged("save_checkpoint")
         self._saver.wait()
+        state, progress = self._to_save("save_checkpoint", optimizer)
+        time = checkpoint.save(
+            self._saver, state, progress, path, step=step, data=data, keep=keep, best=best, wait=wait
+        )
+        if self._snapshots is not None and self._snapshots.checkpoints == Path(path).absolute().parent:
+            self._snapshots.saved(time)
+
+    def save_snapshot(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        data: Mapping[str, Any] | None = None,
+        memory: str | Path = MEMORY,
+    ) -> None:
+        """Keep what :meth:`save_checkpoint` saves in the memory of this node and the next one, for :meth:`resume`; a collective call.
+
+        It returns when a copy is made, which is written and sent while training goes on. The last two are kept.
+
+        Args:
+            path: the folder of checkpoints. A snapshot is taken up as long as the latest of them is.
+            memory: a folder in the memory of each node, which outlives the ranks.
+
+        Raises:
+            RuntimeProgramError: a node has too little memory, or the snapshot before could not be kept; or as :meth:`save_checkpoint`.
+        """
+        state, progress = self._to_save("save_snapshot", optimizer)
+        self._in_memory(path, memory).save(state, progress, step=step, data=data)
+
+    def drop_snapshots(self) -> None:
+        """Remove the snapshots that :meth:`save_snapshot` has kept: training has ended. A collective call."""
+        if self._snapshots is not None:
+            self._snapshots.drop()
+            self._snapshots = None
+
+    def _in_memory(self, path: str | Path, memory: str | Path) -> Snapshots:
+        places = Path(path).absolute(), Path(memory).absolute()
+        if self._snapshots is None:
+            self._saver.wait()
+            self._snapshots = Snapshots(*places, self._saver, self.device)
+        if (self._snapshots.checkpoints, self._snapshots.memory) != places:
+            raise RuntimeProgramError(
+                f"snapshots go to {self._snapshots.memory}, with the checkpoints in {self._snapshots.checkpoints}: call drop_snapshots() "
+                "before others are kept"
+            )
+        return self._snapshots
+
+    def _to_save(self, what: str, optimizer: Optimizer | None) -> tuple[State, checkpoint.Progress]:
+        """Return what a checkpoint has, between two steps."""
+        self._check_unmerged(what)
         with agreed():
-            self._gradients.check_reduced("save_checkpoint")
+            self._gradients.check_reduced(what)
         self._gradients.check_copies()
-        state = self._state(optimizer)
-        progress = checkpoint.Progress(self.seed, self.steps_done, self._scale, self._optimizers.schedule_of(optimizer))
-        checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, best=best, wait=wait)
+        schedule = self._optimizers.schedule_of(optimizer)
+        return self._state(optimizer), checkpoint.Progress(self.seed, self.steps_done, self._scale, schedule)
 
     def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
         """Load what a program of this model has saved, under any plan and from any number of ranks; a collective call.
@@ -266,9 +348,19 @@ class Stored:
             RuntimeProgramError: there is no checkpoint, it is damaged, or it does not fit the program or the optimizer: the message
                 lists tensors that are missing, unexpected or of other shapes. Then nothing is changed.
         """
+        loaded = self._load(lambda held: checkpoint.on_disk(path, held), optimizer)
+        assert loaded is not None
+        return loaded
+
+    def _load(
+        self, find: Callable[[checkpoint.Shapes], checkpoint.Source | None], optimizer: Optimizer | None
+    ) -> checkpoint.Checkpoint | None:
         self._check_unmerged("load_checkpoint")
         self._saver.wait()
-        loaded, progress = checkpoint.load(self._state(optimizer), path)
+        found = checkpoint.load(self._state(optimizer), find)
+        if found is None:
+            return None
+        loaded, progress = found
         if self.program.scales_loss and progress.scale.value != 1.0:
             self._scale.take(progress.scale)
         self.seed = self._feed.seed = progress.seed
@@ -278,13 +370,26 @@ class Stored:
             self._optimizers.loaded(optimizer, progress.schedule, loaded.step)
         return loaded
 
-    def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
-        """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call."""
-        if not any(gather_objects(is_in(path))):
-            return None
-        requested = self._settings(optimizer)
-        loaded = self.load_checkpoint(path, optimizer)
-        for name, value in self._settings(optimizer).items() if self.reports else ():
+    def resume(
+        self, path: str | Path, optimizer: Optimizer | None = None, *, memory: str | Path | None = None
+    ) -> checkpoint.Checkpoint | None:
+        """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call.
+
+        Args:
+            memory: where :meth:`save_snapshot` has kept snapshots, of which the newest is loaded instead that was taken after this
+                checkpoint.
+        """
+        requested, loaded = self._settings(optimizer), None
+        if memory is not None:
+            snapshots = self._in_memory(path, memory)
+            loaded = self._load(snapshots.newest, optimizer)
+            for note in dict.fromkeys(snapshots.notes) if self.reports else ():
+                print(note, flush=True)
+            if self.reports and loaded is not None:
+                print(f"training goes on from the snapshot of step {loaded.step} in {memory}", flush=True)
+        if loaded is None and any(gather_objects(is_in(path))):
+            loaded = self.load_checkpoint(path, optimizer)
+        for name, value in self._settings(optimizer).items() if self.reports and loaded is not None else ():
             if value != requested[name]:
                 print(f"{name}: {value}, that of the checkpoint, not {requested[name]}", flush=True)
         return loaded

@@ -11,13 +11,16 @@ one of each beside its own values. A message that is one contiguous piece goes f
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +30,29 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 
 from graphpar.runtime.checkpoints.adapters import check_mergeable, merged
-from graphpar.runtime.checkpoints.resharding import BUCKET_BYTES, Held, Move, Region, Resharding, region_of
+from graphpar.runtime.checkpoints.engine_layouts import (
+    AXES,
+    EngineTensors,
+    Target,
+    distinct,
+    left_over,
+    read_mapping,
+    targets,
+)
+from graphpar.runtime.checkpoints.resharding import (
+    BUCKET_BYTES,
+    Held,
+    Move,
+    Resharding,
+    View,
+    fill,
+    put,
+    region_of,
+    view_of,
+)
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
-from graphpar.runtime.checkpoints.weights import known_as, names_by_tie
+from graphpar.runtime.checkpoints.tensor_chunks import Entry
+from graphpar.runtime.checkpoints.weights import known_as, listed, names_by_tie, own_name
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.option_kinds import TRAIN
 
@@ -66,8 +88,14 @@ class Channel:
         self.group.allgather([found], [padded]).wait()
         return [pickle.loads(each[: int(size)].cpu().numpy().tobytes()) for each, size in zip(found, sizes)]
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise in every process if one has an error; a collective call."""
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise in every process if the block does in one; a collective call."""
+        error = None
+        try:
+            yield
+        except RuntimeProgramError as refused:
+            error = refused
         found = self.gathered(None if error is None else str(error))
         failed = next((text for text in found if text is not None), None)
         if failed is not None:
@@ -109,7 +137,7 @@ class Peers:
                 f"the launch that {other} weights has not come to {address} within {timeout_s:g} s"
             ) from error
         own = rank if sends else senders + rank
-        group = _group(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
+        group = group_of(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
         self.sends, ranks = sends, range(senders + receivers)
         self.channel = Channel(group, own, ranks[:senders], ranks[senders:], where)
 
@@ -122,9 +150,18 @@ class Peers:
         if sends != self.sends:
             raise RuntimeProgramError(f"these peers were made with sends={self.sends}; the other launch sends")
 
+    def receive(self, tensors: EngineTensors) -> Transfer:
+        """Write what the other launch sends with :meth:`Pipeline.send_weights` into the tensors of an engine; a collective call of both.
 
-def _group(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    """Make a group of processes of two launches, which no default group of either has."""
+        Raises:
+            RuntimeProgramError: in all processes, before anything is sent: the mapping does not fit the model or the engine's tensors.
+        """
+        self.check(sends=False)
+        return transfer(self.channel, None, tensors, 0)
+
+
+def group_of(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
+    """Make a group of processes by a store, which no default group of them has: of two launches, or of two ranks."""
     group = ProcessGroup(store, rank, size)
     backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo
     if device.type == "cuda":
@@ -146,11 +183,20 @@ def all_ranks(device: torch.device) -> Channel:
 
 
 def transfer(
-    channel: Channel, sender: State | None, receiver: State | None, version: int, strict: bool = True
+    channel: Channel,
+    sender: State | None,
+    receiver: State | EngineTensors | None,
+    version: int,
+    strict: bool = True,
+    only: Collection[str] | None = None,
 ) -> Transfer:
     """Move the weights that ``sender`` has into ``receiver``; either is None in a process that has none. A collective call.
 
     Of a sender with adapters that the receivers do not have, the weights with their products are sent.
+
+    Args:
+        strict: whether all that is sent must be received.
+        only: the sender's names of what is sent; by default all.
 
     Returns:
         What moved; of a process that only receives, with the version that was sent.
@@ -158,39 +204,21 @@ def transfer(
     Raises:
         RuntimeProgramError: in all processes, before anything is sent: the programs are of different models.
     """
-    began, error = time.monotonic(), None
-    sent: dict[str, Entry] = {}
-    taken: dict[str, Entry] = {}
-    try:
-        taken = {} if receiver is None else _entries(receiver)
-    except RuntimeProgramError as refused:
-        error = refused
-    channel.agree(error)
-    needed = {name: _held(receiver, each) for name, each in taken.items()} if receiver is not None else {}
-    names = {name for own in channel.gathered(tuple(needed)) for name in own}
-    try:
-        sent = {} if sender is None else _sent(sender, names)
-    except RuntimeProgramError as refused:
-        error = refused
-    channel.agree(error)
-    had = {name: _held(sender, each) for name, each in sent.items()} if sender is not None else {}
+    began, own = time.monotonic(), channel.own
+    held = {} if sender is None else _entries(sender, only)
+    names_of = {name: _names(sender, name) for name in held} if sender is not None else {}
+    offers = channel.gathered([(name, names_of[name], entry.shape) for name, entry in held.items()])
+    with channel.agreed():
+        taken, needed = _needed(receiver, offers)
+    names = {name for every in channel.gathered(tuple(needed)) for name in every}
+    with channel.agreed():
+        sent = {} if sender is None else _sent(sender, held, names, only)
+    had = {name: Held.of(each, names_of[name]) for name, each in sent.items()}
     layouts = channel.gathered((had, needed, socket.gethostname(), strict))
-    own, found = channel.own, None
-    try:
-        found = _planned(pickle.dumps(layouts), own)
-    except RuntimeProgramError as refused:
-        error = refused
-    channel.agree(error)
-    assert found is not None
-    resharding, outgoing, incoming = found
-    with torch.no_grad():
-        for entry in taken.values():
-            _clear_padding(entry)
-        for move in incoming:
-            if move.source == own:
-                _put(taken[move.received], move.region, _view(sent[move.sent], move.region))
-        _exchange(channel, outgoing, [move for move in incoming if move.source != own], sent, taken)
-    if receiver is not None:
+    with channel.agreed():
+        resharding, outgoing, incoming = _planned(pickle.dumps(layouts), own)
+    exchange(channel, outgoing, incoming, view_of(sent), taken)
+    if isinstance(receiver, State):
         receiver.parameters.loaded()
     versions = channel.gathered(
         version
@@ -207,71 +235,133 @@ def _planned(layouts: bytes, own: int) -> tuple[Resharding, list[Move], list[Mov
     return found, *found.of(own)
 
 
-def _entries(state: State) -> dict[str, Entry]:
-    return {entry.path[1]: entry for entry in state.model().values()}
+def _entries(state: State, only: Collection[str] | None = None) -> dict[str, Entry]:
+    return {name: entry for name, entry in state.model().items() if only is None or name in only}
 
 
-def _held(state: State, entry: Entry) -> Held:
-    names = known_as(entry.path[1], state.program, names_by_tie(state.program.ties))
-    return replace(Held.of(entry, names), rounds=entry.frozen or state.program.mode != TRAIN)
+def _names(state: State, name: str) -> tuple[str, ...]:
+    return known_as(name, state.program, names_by_tie(state.program.ties))
 
 
-def _sent(state: State, needed: set[str]) -> dict[str, Entry]:
+def _needed(
+    receiver: State | EngineTensors | None, offers: Sequence[Sequence[tuple[str, Sequence[str], Sequence[int]]]]
+) -> tuple[dict[str, Entry], dict[str, Held]]:
+    """Return what a process receives, and as what: of another engine by the names of the senders."""
+    if receiver is None:
+        return {}, {}
+    if isinstance(receiver, EngineTensors):
+        offered = {each: (name, shape) for own in offers for name, names, shape in own for each in names}
+        entries = receiver.entries(offered)
+        return entries, {name: Held.of(entry, (name,)) for name, entry in entries.items()}
+    entries, trains = _entries(receiver), receiver.program.mode == TRAIN
+    return entries, {
+        name: replace(Held.of(entry, _names(receiver, name)), rounds=entry.frozen or not trains)
+        for name, entry in entries.items()
+    }
+
+
+def _sent(state: State, entries: dict[str, Entry], needed: set[str], only: Collection[str] | None) -> dict[str, Entry]:
     """Return what a rank has to send; where nobody needs its adapters, the weights with their products."""
-    found, adapters = _entries(state), state.program.adapters
+    adapters = state.program.adapters
     of_adapters = {name for each in adapters for name in (each.a, each.b)}
     if not adapters or of_adapters & needed:
-        return found
+        return entries
     check_mergeable(adapters)
-    held = {name: each for stage in state.parameters.stages for name, each in stage.state_dict(keep_vars=True).items()}
-    for name, value in merged(held | state.parameters.values(), state.program, state.groups):
-        found[state.first(name)] = state.replaced(name, held[name], value)
+    stored = {
+        name: each for stage in state.parameters.stages for name, each in stage.state_dict(keep_vars=True).items()
+    }
+    held = {
+        name: each
+        for name, each in (stored | state.parameters.values()).items()
+        if only is None or state.first(name) in only or name in of_adapters
+    }
+    found = dict(entries)
+    for name, value in merged(held, state.program, state.groups):
+        found[state.first(name)] = state.replaced(name, stored[name], value)
     return {name: entry for name, entry in found.items() if name not in of_adapters}
 
 
-def _clear_padding(entry: Entry) -> None:
-    """Make the padding beside the boxes of an entry zero."""
-    for tensor in entry.tensors:
-        if sum(box.values.numel() for box in entry.boxes) < sum(each.numel() for each in entry.tensors):
-            tensor.zero_()
+# ---- other engines --------------------------------------------------------------------------------------------------
 
 
-def _view(entry: Entry, region: Region) -> Tensor:
-    """Return a view of a region of this process's values; it is inside one box."""
-    box = next(each for each in entry.boxes if (inside := region.common(region_of(each))) and inside == region)
-    return region.of(box)
+def engine_tensors(
+    channel: Channel,
+    sender: State,
+    mapping: str | Path,
+    ranks: Collection[int] | None,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a mapping makes of what ranks have, undivided, on each of ``ranks``; a collective call as long as it lasts.
 
-
-def _put(entry: Entry, region: Region, values: Tensor) -> None:
-    """Give all of this process's copies of a region these values."""
-    for box in entry.boxes:
-        inside = region.common(region_of(box))
-        if inside is not None:
-            inside.of(box).copy_(inside.of(Box(region.offsets, values)))
+    Raises:
+        RuntimeProgramError: the mapping can't be read, or leaves something out.
+    """
+    adapters = {name for each in sender.program.adapters for name in (each.a, each.b)}
+    own = [
+        (own_name(name, sender.program), name, entry.shape, entry.dtype)
+        for name, entry in _entries(sender).items()
+        if name not in adapters
+    ]
+    offered = {each: rest for every in channel.gathered(own) for each, *rest in every}
+    with channel.agreed():
+        made = targets(read_mapping(mapping), {name: shape for name, (_, shape, _) in offered.items()})
+        if left := left_over(made, offered):
+            raise RuntimeProgramError(f"the mapping {mapping} leaves out {listed(left)}")
+    shapes, places = {name: shape for name, (_, shape, _) in offered.items()}, dict.fromkeys(AXES, (0, 1))
+    buckets: list[dict[str, tuple[Target, list[int], torch.dtype]]] = []
+    room = 0
+    for name, target in distinct(made):
+        first = offered[target.sources[0][0]][2]
+        kind = dtype if dtype is not None and first.is_floating_point else first
+        shape, _ = target.parts(shapes, places)
+        nbytes = math.prod(shape) * kind.itemsize
+        if nbytes > room:
+            buckets.append({})
+            room = bucket_bytes
+        buckets[-1][name] = target, shape, kind
+        room -= nbytes
+    for bucket in buckets:
+        receives = ranks is None or channel.own in ranks
+        tensors = {
+            name: torch.empty(shape, dtype=kind, device=channel.device)
+            for name, (_, shape, kind) in bucket.items()
+            if receives
+        }
+        only = {offered[name][0] for target, _, _ in bucket.values() for names in target.sources for name in names}
+        transfer(channel, sender, EngineTensors(mapping, tensors), 0, strict=False, only=only)
+        while tensors:  # so that a consumer may free one before the next
+            name = next(iter(tensors))
+            yield name, tensors.pop(name)
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def _exchange(
-    channel: Channel,
-    outgoing: Sequence[Move],
-    incoming: Sequence[Move],
-    sent: Mapping[str, Entry],
-    taken: Mapping[str, Entry],
+@torch.no_grad()
+def exchange(
+    channel: Channel, outgoing: Sequence[Move], incoming: Sequence[Move], view: View, taken: Mapping[str, Entry]
 ) -> None:
+    """Send what others need, and fill what this process needs; a collective call.
+
+    Args:
+        outgoing, incoming: as :meth:`Resharding.of` returns them.
+        view: of what this process has.
+        taken: what it needs.
+    """
+    fill(taken, (move for move in incoming if move.source == channel.own), view)
     count, own = channel.group.size(), channel.own
     by_target, by_source = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
     for move in outgoing:
         by_target[move.target].append(move)
     for move in incoming:
-        by_source[move.source].append(move)
+        by_source[move.source].append(move)  # its own ones are in no message
     for step in range(1, count):
         to, source = (own + step) % count, (own - step) % count
         sends, receives = _messages(by_target[to]), _messages(by_source[source])
         for mine, theirs in _together(sends, receives):
             works, arrived = [], None
-            out = None if mine is None else _packed(mine, sent, channel.device)
+            out = None if mine is None else _packed(mine, view, channel.device)
             if theirs is not None:
                 arrived = _room(theirs, taken, channel.device)
             coalesces = channel.device.type == "cuda"
@@ -316,8 +406,8 @@ def _bytes(values: Tensor) -> Tensor:
     return values.reshape(-1).view(torch.uint8)
 
 
-def _packed(message: Sequence[Move], sent: Mapping[str, Entry], device: torch.device) -> Tensor:
-    parts = [_bytes(_view(sent[move.sent], move.region).to(device, move.dtype).contiguous()) for move in message]
+def _packed(message: Sequence[Move], view: View, device: torch.device) -> Tensor:
+    parts = [_bytes(view(move.sent, move.region).to(device, move.dtype).contiguous()) for move in message]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -344,5 +434,5 @@ def _unpack(message: Sequence[Move], arrived: Tensor, taken: Mapping[str, Entry]
     begin = 0
     for move in message:
         values = arrived[begin : begin + move.nbytes].clone().view(move.dtype).view(move.region.sizes)
-        _put(taken[move.received], move.region, values)
+        put(taken[move.received], move.region, values)
         begin += move.nbytes

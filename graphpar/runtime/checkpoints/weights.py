@@ -150,11 +150,14 @@ def base_name(name: str) -> str:
 def known_as(name: str, program: Manifest, tied: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The names that a tensor may have in a file of weights."""
     names = (name, *tied.get(name, ()))
-    base = (base_name(each) for each in names if program.adapters and base_name(each) != each)
-    inner = (
-        each.removeprefix(program.wrapped) for each in names if program.wrapped and each.startswith(program.wrapped)
-    )
-    return (*names, *base, *inner)
+    base = [base_name(each) for each in names] if program.adapters else []
+    inner = [each.removeprefix(program.wrapped) for each in (*names, *base)] if program.wrapped else []
+    return tuple(dict.fromkeys([*names, *base, *inner]))
+
+
+def own_name(name: str, program: Manifest) -> str:
+    """Return what a tensor is called in the model that a program adds adapters to, or wraps."""
+    return (base_name(name) if program.adapters else name).removeprefix(program.wrapped)
 
 
 def without_adapters(names: Iterable[str], path: str | Path, program: Manifest) -> list[str]:

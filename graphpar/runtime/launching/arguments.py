@@ -7,12 +7,13 @@ import math
 import os
 from pathlib import Path
 
-from graphpar.runtime.checkpoints.folders import RECORD
+from graphpar.runtime.checkpoints.folders import MEMORY, RECORD
 from graphpar.runtime.errors import near_match
 from graphpar.runtime.training.rates import DECAYS
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "eval_batches": ("eval_every",), "checkpoint_every": ("checkpoint",), "keep": ("checkpoint",), "checkpoint_async": ("checkpoint",),
+    "snapshot_every": ("checkpoint",), "snapshots": ("snapshot_every",),
     "keep_best": ("checkpoint", "eval_every"), "patience": ("eval_every",), "max_skips": ("skip_spikes",), "final_lr": ("schedule",),
     "profile_folder": ("profile",),
 }  # fmt: skip
@@ -37,6 +38,7 @@ _EXCLUDES = {
         "save",
         "schedule",
         "skip_spikes",
+        "snapshot_every",
         "tensorboard",
         "wandb",
         "warmup",
@@ -78,6 +80,15 @@ def train_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
     parser.add_argument("--keep-best", action="store_true", help="keep that of the lowest held-out loss too, as best")
     parser.add_argument("--checkpoint-async", action="store_true", help="copy to host memory, and write while training")
+    parser.add_argument(
+        "--snapshot-every",
+        type=count,
+        metavar="N",
+        help="keep the state of each Nth step in memory, here and on the next node",
+    )
+    parser.add_argument(
+        "--snapshots", type=Path, default=MEMORY, help="folder in each node's memory for it (default: /dev/shm)"
+    )
     parser.add_argument("--log-file", type=output_file, help="file to which each step appends a line of JSON")
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")

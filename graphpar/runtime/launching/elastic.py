@@ -181,9 +181,8 @@ def _last_checkpoint(given: Sequence[str]) -> str:
     """Return what the latest checkpoint is, of those in the folder that options of ``train.py`` name."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--checkpoint", type=Path)
-    with contextlib.suppress(argparse.ArgumentError, OSError):
-        folder: Path | None = options.parse_known_args(given)[0].checkpoint
-        return "" if folder is None else (folder / LATEST).read_text(encoding="utf-8")
+    with contextlib.suppress(argparse.ArgumentError, OSError, TypeError):
+        return Path(options.parse_known_args(given)[0].checkpoint, LATEST).read_text(encoding="utf-8")
     return ""
 
 

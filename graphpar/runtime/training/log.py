@@ -184,6 +184,12 @@ class Log:
             self._write({"step": step, "checkpoint": str(folder), "waited_s": seconds})
         self.restart()
 
+    def kept(self, step: int, seconds: float) -> None:
+        """Note for how long training waited for a snapshot after a step; the next step's time begins."""
+        if self._reports:
+            self._write({"step": step, "snapshot_waited_s": seconds})
+        self.restart()
+
     def _read(self) -> None:
         """Wait for the device, and tell of the steps since the last time."""
         if not self._pending:

@@ -99,8 +99,8 @@ def _schedule(args: argparse.Namespace) -> Callable[[Optimizer], LambdaLR] | Non
 class Training:
     """Yields the number of each step and the batches that it is given, a list of ``--accumulate``.
 
-    At its start it resumes from the latest checkpoint, if ``--checkpoint`` has one. Between steps it evaluates and saves as the arguments
-    say, and after a SIGTERM it saves and ends. Else it writes the trained weights to ``--save`` in the end.
+    At its start it resumes from the newest snapshot, or from the latest checkpoint, if ``--checkpoint`` has one. Between steps it evaluates
+    and saves as the arguments say, and after a SIGTERM it saves and ends. Else it writes the trained weights to ``--save`` in the end.
 
     Args:
         args: see :func:`graphpar.runtime.launching.arguments.train_arguments`.
@@ -126,7 +126,8 @@ class Training:
     ) -> None:
         self._pipeline, self._optimizer, self._args = pipeline, optimizer, args
         loggers, self._instruments = [*requested(args), *loggers], Instruments(args, pipeline.device)
-        saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
+        memory = args.snapshots if args.snapshot_every else None
+        saved = pipeline.resume(args.checkpoint, optimizer, memory=memory) if args.checkpoint else None
         self._first = saved.step if saved else 0
         # Under any plan training goes on with the next examples.
         self._begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0
@@ -183,6 +184,8 @@ class Training:
     def __iter__(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         args, pipeline = self._args, self._pipeline
         self._end_if_no_better()
+        if args.snapshot_every and 0 < self._first < args.steps:
+            self._save_snapshot(self._first)  # nodes that have been replaced have none
         for step in range(self._first, 0 if self._ends else args.steps):
             self._instruments.begin(step)
             self._step, began = step, time.perf_counter()
@@ -197,7 +200,10 @@ class Training:
             last = stopped or self._ends or done == args.steps
             if args.checkpoint and (last or done % args.checkpoint_every == 0 or (best and args.keep_best)):
                 self._save(done, best=best and args.keep_best, wait=last or not args.checkpoint_async)
+            if args.snapshot_every and not last and done % args.snapshot_every == 0:
+                self._save_snapshot(done)
             if last:
+                pipeline.drop_snapshots()
                 self._stopped = StopSignal.ended = stopped
                 break
         self._finished = True
@@ -218,15 +224,27 @@ class Training:
             self._log.say(f"{self._best.since} evaluations were no better than {self._best.value:.6f}: training ends")
 
     def _save(self, done: int, *, best: bool, wait: bool) -> None:
+        args, data, began = self._args, self._data_at(done), self._save_begins()
+        folder, pipeline = args.checkpoint / str(done), self._pipeline
+        pipeline.save_checkpoint(folder, self._optimizer, step=done, data=data, keep=args.keep, best=best, wait=wait)
+        self._log.saved(self._step, folder, time.perf_counter() - began)
+
+    def _save_snapshot(self, done: int) -> None:
+        args, data, began = self._args, self._data_at(done), self._save_begins()
+        self._pipeline.save_snapshot(args.checkpoint, self._optimizer, step=done, data=data, memory=args.snapshots)
+        self._log.kept(self._step, time.perf_counter() - began)
+
+    def _save_begins(self) -> float:
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)  # the rest of the step is no part of the save
+        return time.perf_counter()
+
+    def _data_at(self, done: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the loop besides the pipeline, after so many steps."""
         args, pipeline = self._args, self._pipeline
         taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
         kept = self._monitors() | ({"stream": self._data} if hasattr(self._data, "state_dict") else {})
-        data = {"examples": taken, **{name: each.state_dict() for name, each in kept.items()}}
-        if pipeline.device.type == "cuda":
-            torch.cuda.synchronize(pipeline.device)  # the rest of the step is no part of the save
-        folder, began = args.checkpoint / str(done), time.perf_counter()
-        pipeline.save_checkpoint(folder, self._optimizer, step=done, data=data, keep=args.keep, best=best, wait=wait)
-        self._log.saved(self._step, folder, time.perf_counter() - began)
+        return {"examples": taken, **{name: each.state_dict() for name, each in kept.items()}}
 
     def accepts(self, loss: Tensor | None, norm: Tensor) -> bool:
         """Whether the optimizer is to make this step, the same on all ranks; with ``--skip-spikes`` a collective call.

@@ -1,0 +1,344 @@
+"""Where tensors of a model go in those of another engine: rules of a mapping file, in TOML.
+
+    [[tensor]]
+    name = ["{path}.qkv_proj.{kind}"]                          the engine's, concatenated along dim 0 (``dim``) of
+    of = [{ tensor = "{path}.q_proj.{kind}", over = { 0 = "tp" } },
+          { tensor = "{path}.k_proj.{kind}", over = { 0 = "kv" } },
+          { tensor = "{path}.v_proj.{kind}", over = { 0 = "kv" } }]
+
+    q_proj [8, 4]  rank 1 of tp=2: rows [4, 8) ──► qkv_proj [8, 4], rows [0, 4)
+    k_proj [4, 4]                  rows [2, 4) ──► rows [4, 6)
+    v_proj [4, 4]                  rows [2, 4) ──► rows [6, 8)
+
+So what a rank of the engine needs of each tensor of the model is a box of it, and the place of its values a view of the engine's tensor:
+the same as a rank of a program has, and :mod:`graphpar.runtime.checkpoints.resharding` moves nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpar.runtime.checkpoints.tensor_chunks import MODEL, Box, Entry
+from graphpar.runtime.checkpoints.weights import listed
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.records import Record
+
+FOLDER = Path(__file__).parent / "engines"
+AXES = ("tp", "kv", "ep", "moe_tp")
+"""The axes of an engine; ``kv`` is ``tp``, but for ranks that have a head of keys and values in common."""
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the model that a tensor of the engine has a part of.
+
+    Attributes:
+        pattern: its name, with placeholders.
+        part: which of so many equal parts along the rule's ``dim``: (1, 2) is the second half.
+        over: the axis that divides each dim; dims are those of the engine's tensor.
+    """
+
+    pattern: str
+    part: tuple[int, int]
+    over: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tensors of an engine are made.
+
+    Attributes:
+        names: patterns of their names; the first is used where tensors are made, all where the engine has them.
+        of: what is concatenated along ``dim``, after each is divided.
+        stack: a placeholder of the sources that numbers what is stacked along dim 0.
+        index: a placeholder of the name that numbers what dim 0 of the sources is divided into.
+        pad: ``dim`` is padded with zeros to a multiple of this before it is divided (of this times the ranks where these don't divide it).
+    """
+
+    names: tuple[str, ...]
+    of: tuple[Source, ...]
+    dim: int = 0
+    stack: str | None = None
+    index: str | None = None
+    pad: int = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the engine: its rule, the names of what each source of it is (several where they are stacked), and which of dim 0."""
+
+    rule: Rule
+    sources: tuple[tuple[str, ...], ...]
+    index: int | None = None
+
+    def parts(self, shapes: Shapes, places: Mapping[str, tuple[int, int]]) -> tuple[list[int], list[_Part]]:
+        """Return the shape of what a rank at ``places`` has, and the parts that are concatenated."""
+        rule, found, at, shape = self.rule, list[_Part](), 0, list[int]()
+        for source, names in zip(rule.of, self.sources):
+            inner = shapes[names[0]]
+            whole = list(inner[1:]) if rule.index else [len(names), *inner] if rule.stack else list(inner)
+            part, parts = source.part
+            if max((rule.dim, *source.over), default=0) >= max(len(whole), 1) or (whole and whole[rule.dim] % parts):
+                raise RuntimeProgramError(f"{names[0]} is {list(inner)}; the mapping can't divide it")
+            if not whole:  # a number
+                return [], [_Part(names, (), (), 0)]
+            whole[rule.dim] //= parts
+            begins, sizes, room = [0] * len(whole), list(whole), list(whole)
+            for dim, axis in source.over.items():
+                pad = rule.pad if dim == rule.dim else 1
+                begins[dim], sizes[dim], room[dim] = _share(whole[dim], *places[axis], pad)
+            begins[rule.dim] += part * whole[rule.dim]
+            found.append(_Part(names, tuple(begins), tuple(sizes), at))
+            at += room[rule.dim]
+            shape = room
+        return [at if dim == rule.dim else size for dim, size in enumerate(shape)], found
+
+    def boxes(self, part: _Part, tensor: Tensor) -> list[tuple[str, Box]]:
+        """Return the boxes of sources that a part is, by name, as views of the engine's tensor."""
+        if not all(part.sizes):
+            return []
+        view = tensor.narrow(self.rule.dim, part.at, part.sizes[self.rule.dim]) if part.sizes else tensor
+        if self.index is not None:
+            return [(part.names[0], Box((self.index, *part.begins), view.unsqueeze(0)))]
+        if self.rule.stack:
+            first, *rest = part.begins
+            return [(part.names[first + place], Box(tuple(rest), each)) for place, each in enumerate(view)]
+        return [(part.names[0], Box(part.begins, view))]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of a source (dims as the engine's), which is at ``at`` along the rule's dim of the engine's tensor."""
+
+    names: tuple[str, ...]
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+
+
+def _share(size: int, rank: int, ranks: int, pad: int) -> tuple[int, int, int]:
+    """Return where a rank's share of a dim begins, its size, and that with padding."""
+    if pad > 1:
+        unit = pad if -(-size // pad) * pad % ranks == 0 else pad * ranks
+        each = -(-size // unit) * unit // ranks
+        begin = min(rank * each, size)
+        return begin, min(each, size - begin), each
+    each, more = divmod(size, ranks)
+    return rank * each + min(rank, more), each + (rank < more), each + (rank < more)
+
+
+def read_mapping(mapping: str | Path) -> list[Rule]:
+    """Read the rules of a mapping file, or of one that graphpar has, by its name.
+
+    Raises:
+        RuntimeProgramError: there is none, or it is no such file; the message says where.
+    """
+    shipped = {file.stem: file for file in sorted(FOLDER.glob("*.toml"))}
+    file = shipped.get(str(mapping), Path(mapping))
+    if not file.is_file():
+        raise RuntimeProgramError(f"there is no mapping {mapping}: name a TOML file, or one of {', '.join(shipped)}")
+    try:
+        read = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RuntimeProgramError(f"{file} is no TOML file: {error}") from None
+    top = Record(read, str(file))
+    top.only(["tensor"])
+    return [_rule(each) for each in top.records("tensor")]
+
+
+def _rule(record: Record) -> Rule:
+    record.only(["name", "of", "dim", "stack", "index", "pad"])
+    sources = []
+    for each in record.records("of"):
+        each.only(["tensor", "part", "over"])
+        part = each.items("part", int) if each.has("part") else (0, 1)
+        over = {int(dim): str(axis) for dim, axis in each.optional("over", dict, {}).items() if dim.isdecimal()}
+        if len(part) != 2 or not 0 <= part[0] < part[1] or len(over) != len(each.optional("over", dict, {})):
+            raise RuntimeProgramError(f"{each.where}: part is [which, of how many], and over maps dims to axes")
+        if unknown := sorted(set(over.values()) - set(AXES)):
+            raise RuntimeProgramError(f"{each.where}: {', '.join(unknown)} is no axis; there are {', '.join(AXES)}")
+        sources.append(Source(each.get("tensor", str), (part[0], part[1]), over))
+    if not sources:
+        raise RuntimeProgramError(f"{record.where}: of is empty")
+    options: dict[str, Any] = {
+        key: record.optional(key, kind, None)
+        for key, kind in (("dim", int), ("stack", str), ("index", str), ("pad", int))
+        if record.has(key)
+    }
+    rule = Rule(record.strings("name"), tuple(sources), **options)
+    known = _placeholders(sources[0].pattern)
+    used = {each for source in sources for each in _placeholders(source.pattern)}
+    named = {each for name in rule.names for each in _placeholders(name)}
+    if not rule.names or used - known or named - known - {rule.index} or (rule.stack and rule.stack not in known):
+        raise RuntimeProgramError(f"{record.where}: the first tensor is to have each placeholder but that of index")
+    return rule
+
+
+def _placeholders(pattern: str) -> set[str]:
+    return set(re.findall(r"\{(\w+)\}", pattern))
+
+
+def targets(rules: Sequence[Rule], shapes: Shapes) -> dict[str, Target]:
+    """Return the tensors of an engine, by each name they may have, that rules make of a model's with these names and shapes.
+
+    The first rule that has all of its sources takes them, or its parts of them.
+    """
+    found: dict[str, Target] = {}
+    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    for rule in rules:
+        claims: list[tuple[str, tuple[int, int]]] = []
+        for bound, group in _bound(rule, shapes).items():
+            values = dict(bound)
+            sources = tuple(
+                tuple(source.pattern.format(**values, **({rule.stack: each} if rule.stack else {})) for each in group)
+                for source in rule.of
+            )
+            own = [(name, source.part) for source, names in zip(rule.of, sources) for name in names]
+            if any(name not in taken or any(_overlap(part, other) for other in taken[name]) for name, part in own):
+                continue
+            claims += own
+            for place in range(shapes[sources[0][0]][0] if rule.index else 1):
+                numbered = {rule.index: place} if rule.index else {}
+                target = Target(rule, sources, place if rule.index else None)
+                for pattern in rule.names:
+                    found.setdefault(pattern.format(**values, **numbered), target)
+        for name, part in claims:
+            taken[name].append(part)
+    return found
+
+
+def distinct(made: Mapping[str, Target]) -> Iterator[tuple[str, Target]]:
+    """Yield each tensor of an engine once, under the first of the names it may have."""
+    seen: set[int] = set()
+    for name, target in made.items():
+        if id(target) not in seen:
+            seen.add(id(target))
+            yield name, target
+
+
+def left_over(made: Mapping[str, Target], names: Iterable[str]) -> list[str]:
+    """Return the names of the model's tensors of which a part is in no tensor of the engine."""
+    parts: dict[str, Fraction] = defaultdict(Fraction)
+    for _, target in distinct(made):
+        for source, each in zip(target.rule.of, target.sources):
+            for name in each if not target.index else ():
+                parts[name] += Fraction(1, source.part[1])
+    return [name for name in names if parts[name] != 1]
+
+
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    (one, parts), (other, others) = first, second
+    return one * others < (other + 1) * parts and other * parts < (one + 1) * others
+
+
+def _bound(rule: Rule, names: Iterable[str]) -> dict[tuple[tuple[str, str], ...], list[int]]:
+    """Return what placeholders of the first source are in names that are like it; with the numbers of what is stacked."""
+    parts = re.split(r"\{(\w+)\}", rule.of[0].pattern)
+    seen: set[str] = set()
+    pattern = ""
+    for place, text in enumerate(parts):
+        if place % 2 == 0:
+            pattern += re.escape(text)
+        else:
+            kind = r"\d+" if text == rule.stack else ".+"
+            pattern += f"(?P={text})" if text in seen else f"(?P<{text}>{kind})"
+            seen.add(text)
+    like, found = re.compile(pattern), dict[tuple[tuple[str, str], ...], list[int]]()
+    for name in names:
+        if match := like.fullmatch(name):
+            values = match.groupdict()
+            number = int(values.pop(rule.stack)) if rule.stack else 0
+            found.setdefault(tuple(values.items()), []).append(number)
+    return {
+        values: sorted(numbers) for values, numbers in found.items() if sorted(numbers) == list(range(len(numbers)))
+    }
+
+
+class EngineTensors:
+    """Tensors of a rank of another engine, which weights are written into: a receiver of :meth:`Pipeline.send_weights`.
+
+    Args:
+        mapping: a mapping file, or the name of one that graphpar has: "fused" (vLLM, SGLang), "hf", "hf_mixtral", "hf_qwen_moe".
+        tensors: the rank's parameters by the engine's names, such as ``dict(model.named_parameters())``; those of its own layers where the
+            engine is a pipeline.
+        tp: which rank of how many tensor-parallel ones this is.
+        kv_heads: how many heads of keys and values the model has, which several ranks share where they are fewer than ranks.
+        ep: which rank of how many have experts of their own.
+        moe_tp: which rank of how many divide each expert; by default as ``tp``. Of vLLM with expert parallelism it is (0, 1).
+
+    Raises:
+        RuntimeProgramError: the mapping can't be read, or ranks can't share heads evenly.
+    """
+
+    def __init__(
+        self,
+        mapping: str | Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        tp: tuple[int, int] = (0, 1),
+        kv_heads: int | None = None,
+        ep: tuple[int, int] = (0, 1),
+        moe_tp: tuple[int, int] | None = None,
+    ) -> None:
+        self.mapping, self._rules = str(mapping), read_mapping(mapping)
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        rank, ranks = tp
+        heads = min(kv_heads or ranks, ranks)
+        if ranks % heads:
+            raise RuntimeProgramError(f"{ranks} ranks can't share {heads} heads of keys and values evenly")
+        self._places = {"tp": tp, "kv": (rank // (ranks // heads), heads), "ep": ep, "moe_tp": moe_tp or tp}
+        for axis, (own, count) in self._places.items():
+            if not 0 <= own < count:
+                raise RuntimeProgramError(
+                    f"{axis} is (rank, ranks), counted from 0, such as (1, 4); it is {(own, count)}"
+                )
+
+    def entries(self, offered: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Entry]:
+        """Describe where boxes of the model's tensors are in the engine's.
+
+        Args:
+            offered: the sender's name of a tensor, and its shape, by each name that it may have.
+
+        Returns:
+            By the sender's name.
+
+        Raises:
+            RuntimeProgramError: a tensor of the engine has no rule, no sender, or another shape.
+        """
+        shapes = {name: shape for name, (_, shape) in offered.items()}
+        known, found = targets(self._rules, shapes), dict[str, Entry]()
+        missing = [name for name in self._tensors if name not in known]
+        if missing:
+            raise RuntimeProgramError(
+                f"the mapping {self.mapping} makes no {listed(missing)} of what is sent; leave out tensors that are no weights of the model"
+            )
+        for name, tensor in self._tensors.items():
+            shape, parts = known[name].parts(shapes, self._places)
+            if tuple(shape) != tuple(tensor.shape):
+                raise RuntimeProgramError(
+                    f"{name} is {list(tensor.shape)} on this rank of the engine, and {shape} by the mapping {self.mapping}, at "
+                    f"{', '.join(f'{axis} {own} of {count}' for axis, (own, count) in self._places.items())}"
+                )
+            for part in parts:
+                boxes = known[name].boxes(part, tensor)
+                for source in dict.fromkeys(
+                    [*(each for each, _ in boxes), *(part.names if known[name].rule.pad > 1 else ())]
+                ):
+                    first, whole = offered[source]
+                    entry = found.setdefault(first, Entry((*MODEL, first), tuple(whole), tensor.dtype, [], []))
+                    entry.dtype = torch.promote_types(entry.dtype, tensor.dtype)
+                    entry.boxes += [box for each, box in boxes if each == source]
+                    entry.tensors += [tensor] if known[name].rule.pad > 1 else []
+        return found
