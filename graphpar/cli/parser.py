@@ -316,7 +316,7 @@ def _resume(parser: Parser) -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help="which, where they are not of the kind and the nodes of before")
     parser.add_argument("-o", "--new", metavar="DIR", help="where to write the program (default: OUT-Ndev, next to OUT)")
     parser.add_argument("--checkpoint", type=input_file, metavar="DIR", help="then train here from the latest of these checkpoints")
-    parser.add_argument("--steps", type=count, help="steps in all, of train.py (default: 10)")
+    parser.add_argument("--steps", type=count, help="steps in all (default: those that training was started with)")
     parser.add_argument("--no-run", action="store_true", help="write the program only, even with --checkpoint")
     parser.add_argument("--force", action="store_true", help="leave out edits of files that depend on the plan, and of the model file")
     _json(parser, "print both plans and what differs as one JSON object")

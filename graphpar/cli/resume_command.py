@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from graphpar.frontend.modelfile import find_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
-from graphpar.runtime.checkpoints.folders import find
+from graphpar.runtime.checkpoints.folders import find, read_record
 from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, ranks_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.mesh import Mesh
@@ -70,8 +71,11 @@ class _Before:
 def run(options: argparse.Namespace) -> Result:
     """Write the program of ``options.out`` for other devices, and train with it from a checkpoint if one is given."""
     before = _before(options.out)
-    if options.checkpoint is not None:
-        find(options.checkpoint)  # without one it would begin anew
+    weights = before.folder / "weights"
+    given = ["--weights", os.path.relpath(weights)] if weights.is_dir() else []  # for a training that is yet to begin
+    if options.checkpoint is not None:  # without one it would begin anew
+        given, steps = _begun_with(find(options.checkpoint))
+        options.steps = options.steps or steps
     cluster = _cluster(before.plan, options)
     devices = options.devices if cluster is None else cluster.size
     new = Path(options.new) if options.new else resumed_folder(before.folder, devices)
@@ -98,15 +102,26 @@ def run(options: argparse.Namespace) -> Result:
         "why": why,
         "warnings": list(_warnings(before.plan, after.plan)),
         "difference": difference(Side(str(before.folder), before.plan, before.report), after),
-        "command": _command(new, after.plan, options),
+        "command": _command(new, after.plan, options, given),
     }
     starts = options.checkpoint is not None and not options.no_run
     if not starts:
         return Result(data, lambda console: _show(data, console))
     if not options.json:
         _show(data, stdout_console())
-    ran = data["run"] = run_command.launch(new, options.steps, checkpoint=options.checkpoint.resolve())
+    ran = data["run"] = run_command.launch(new, options.steps, checkpoint=options.checkpoint.resolve(), arguments=given)
     return Result(data, lambda console: run_command.show(ran, console))
+
+
+def _begun_with(checkpoint: Path) -> tuple[list[str], int | None]:
+    """Return the options with which the training of a checkpoint was started, such as ``--data``, and its steps; paths are as they were
+    typed."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name in ("--checkpoint", "--json"):  # given anew
+        parser.add_argument(name)
+    parser.add_argument("--steps", type=int)
+    known, rest = parser.parse_known_args(read_record(checkpoint)["data"].get("arguments", []))
+    return rest, known.steps
 
 
 def _before(out: str) -> _Before:
@@ -307,9 +322,10 @@ def _warnings(old: Plan, new: Plan) -> Iterator[str]:
         yield "With --allow-batch-coupling results depend on the rows of a microbatch, so losses are not those of the old plan."
 
 
-def _command(new: Path, plan: Plan, options: argparse.Namespace) -> str:
+def _command(new: Path, plan: Plan, options: argparse.Namespace, given: Sequence[str]) -> str:
     """Return how training goes on by hand."""
-    steps = "" if options.steps is None else f" --steps {options.steps}"
+    more = [*([] if options.steps is None else ["--steps", str(options.steps)]), *given]
+    steps = "".join(f" {shlex.quote(each)}" for each in more)
     place = "CKPT" if options.checkpoint is None else str(options.checkpoint.resolve())
     if plan.cluster is not None and plan.cluster.nodes > 1:
         return f"HEAD=NAME {os.path.relpath(new)}/launch.sh --checkpoint {place}{steps}"

@@ -85,6 +85,7 @@ def launch(
     cuda_graphs: bool = False,
     generation: Mapping[str, Any] | None = None,
     checkpoint: Path | None = None,
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
@@ -96,6 +97,7 @@ def launch(
         cuda_graphs: whether steps of training are replayed as one CUDA graph.
         generation: options of a program for generation, by name.
         checkpoint: where training goes on from, and saves; then on the data of ``train.py``, not on one batch.
+        arguments: other options of the script.
     """
     program, plan = read_program(folder)
     generates = program.mode == GENERATE
@@ -132,7 +134,7 @@ def launch(
         history = Path(scratch) / "history.json"
         given = [] if compile is None else ["--compile" if compile else "--no-compile"]
         given += ["--cuda-graphs"] if cuda_graphs else []
-        arguments = ["--steps", str(steps), "--json", str(history), *given]
+        arguments = [*arguments, "--steps", str(steps), "--json", str(history), *given]
         if generates:
             arguments = ["--json", str(history), *script_arguments(generation)]
         elif checkpoint is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from graphpar.cli import resume_command
 from graphpar.cli.main import main
 from graphpar.runtime.launching.process_supervisor import descendants
 from tests.tools.rank_pool import RankPool
@@ -25,6 +26,14 @@ from tests.tools.samples import SEED
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "gpt_dropout.py"
+
+
+def test_training_goes_on_with_the_options_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--lr", "0.1", "--checkpoint", "ckpt", "--steps", "7", "--data", "a b.txt", "--json=loss.json"]
+    monkeypatch.setattr(resume_command, "read_record", lambda _: {"data": {"arguments": arguments}})
+    assert resume_command._begun_with(Path("ckpt/4")) == (["--lr", "0.1", "--data", "a b.txt"], 7)
+    monkeypatch.setattr(resume_command, "read_record", lambda _: {"data": {"examples": 8}})
+    assert resume_command._begun_with(Path("ckpt/4")) == ([], None)
 
 
 def _resume(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def main(arguments: Sequence[str]) -> None:
             if not old.name.endswith((f"-{os.environ['MASTER_PORT']}", "-last")):
                 old.unlink(missing_ok=True)
     if program != out:
+        if (out / "weights").is_dir() and not any(each.partition("=")[0] == "--weights" for each in given):
+            given = [*given, "--weights", str(out / "weights")]  # which may be others than the model file's
         if rank == 0:
             threading.Thread(target=_say_alive, args=(_note(program, "alive"),), daemon=True).start()
             if not is_resumed(program, out, ranks):

@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -244,7 +245,11 @@ class Training:
         args, pipeline = self._args, self._pipeline
         taken = (self._begun + (done - self._first) * args.accumulate) * pipeline.program.global_batch
         kept = self._monitors() | ({"stream": self._data} if hasattr(self._data, "state_dict") else {})
-        return {"examples": taken, **{name: each.state_dict() for name, each in kept.items()}}
+        return {
+            "examples": taken,
+            "arguments": sys.argv[1:],
+            **{name: each.state_dict() for name, each in kept.items()},
+        }
 
     def accepts(self, loss: Tensor | None, norm: Tensor) -> bool:
         """Whether the optimizer is to make this step, the same on all ranks; with ``--skip-spikes`` a collective call.
