@@ -12,7 +12,8 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -29,10 +30,11 @@ from graphpar.runtime.debugging.events import at, watch
 from graphpar.runtime.debugging.idle import Places, left_in_stage
 from graphpar.runtime.distributed import StopSignal, agreed
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
+from graphpar.runtime.generation.between_steps import BetweenSteps
 from graphpar.runtime.generation.generator import Generator
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, TRAIN, TRAIN_GENERATE
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
@@ -108,8 +110,11 @@ class Pipeline(Stored):
                 self._parameters = own.parameters()
             with agreed():
                 self._feed = own.feed(seed)
-                if self.program.mode == GENERATE:
-                    self._generator = Generator(self.program, own.adapters, own.package, self.groups, self.device)
+                self._generator = (
+                    Generator(self.program, own.adapters, own.package, self.groups, self.device)
+                    if self.program.mode == GENERATE
+                    else None
+                )
                 self._microbatches = Microbatches(own.adapters, own.casts, self._parameters, self.device, self._scale)
                 ran = self._microbatches.torch_stages
                 watch(own.named(), ran, self.rank, self.device, self.program.world_size)
@@ -125,6 +130,11 @@ class Pipeline(Stored):
             )
             self._optimizers = Optimizers(
                 self._parameters, self._gradients, self.host, own.package, reports=self.reports
+            )
+            self._between = (
+                None
+                if self.program.generates is None
+                else BetweenSteps(self.program.generates, self.stages, self._parameters, self.device)
             )
         except AgreedError:
             self.groups.close()
@@ -161,6 +171,8 @@ class Pipeline(Stored):
         try:
             self._saver.close()
         finally:
+            if self._between is not None:
+                self._between.close()
             self.groups.close()
 
     # Training
@@ -267,7 +279,7 @@ class Pipeline(Stored):
                 in steps 1, 2, 4, ... 64 and every 64th, ranks differ in the number of the step, in the batch, or in parameters that
                 all of them update.
         """
-        if self.program.mode != "train":
+        if self.program.mode != TRAIN:
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._check_weights()
         self._places.check()
@@ -531,26 +543,33 @@ class Pipeline(Stored):
         Raises:
             RuntimeProgramError: on all ranks: the program is for something else, or a prompt does not fit.
         """
-        self._check_mode("generate", GENERATE)
-        self._check_weights()
-        self.synchronize()
-        with torch.no_grad():
+        with self._generating("generate") as generator:
             given = self.seed if seed is None else seed
-            answers = self._generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
-        self._branches.check()
-        return answers
+            return generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
 
     @property
     def cache_bytes(self) -> int:
         """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
-        self._check_mode("cache_bytes", GENERATE)
-        return self._generator.cache_bytes
+        return self._generates("cache_bytes").cache_bytes
 
-    def _check_mode(self, what: str, mode: str) -> None:
-        if self.program.mode != mode:
+    def _generates(self, what: str) -> Generator:
+        found = self._generator if self._between is None else self._between.generator
+        if found is None:
+            also = f", or {TRAIN_GENERATE} to generate between steps" if self.program.mode == TRAIN else ""
             raise RuntimeProgramError(
-                f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
+                f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {GENERATE}{also}"
             )
+        return found
+
+    @contextmanager
+    def _generating(self, what: str) -> Iterator[Generator]:
+        """Have what generates compute with this pipeline's weights; a collective call."""
+        generator = self._generates(what)
+        self._check_weights()
+        self.synchronize()
+        with torch.no_grad(), nullcontext() if self._between is None else self._between.weights():
+            yield generator
+        self._branches.check()
 
     def _forward(self, batch: Any, step: int, asked: ModelOutputs) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several, and what is asked for besides."""
@@ -561,7 +580,7 @@ class Pipeline(Stored):
             batches = together(self.program, batch, training=False)
             for program, values in self._feed.values(batches, step, alike=self.program.mode != "train" or asked.joins):
                 self._parameters.gather()
-                if self.program.mode == GENERATE:
+                if self._generator is not None:
                     found.append(self._generator.logits(values))
                 else:
                     adapters = self._microbatches.at(program).stages

@@ -1,0 +1,92 @@
+"""What a program for training generates by between its steps: another program of the same model, on the weights as training stores them.
+
+    Program.generating(sequences) ──stages, placements of weights: those of the plan──► a plan of its own ──► the folder generate/
+
+Ranks that take other rows of a batch, or other parts of a sequence, have the same weights once these are gathered: each is a replica, with
+its share of the prompts. The rest is searched, so nothing of it is in the plan for training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from graphpar.errors import GraphparError
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.passes.evaluation import held_by, placed_as_stored
+from graphpar.passes.planning.constraints import decided_by, exported_precision
+from graphpar.passes.planning.planned import Planned
+from graphpar.passes.split import positions_of, split
+from graphpar.passes.stage_passes import Stages
+from graphpar.runtime.axes import AXIS
+from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import GENERATE
+from graphpar.runtime.options import Decisions, decided
+from graphpar.runtime.plan_record import StageRecord
+from graphpar.text import listed
+
+
+def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
+    """Return the program by which ``trained`` generates under ``plan``, and its plan.
+
+    As many sequences are in flight as a step of training has rows.
+
+    Raises:
+        GraphparError: the model can't generate, or not on this mesh.
+    """
+    assert trained.generating is not None
+    degrees = plan.mesh.degrees()
+    if (experts := next((axis for axis in degrees if AXIS[axis].exchanges and degrees[axis] > 1), None)) is not None:
+        raise GraphparError(
+            f"mesh {experts}={degrees[experts]} is for training: replicas that generate have all experts, or share them out over ep. Give "
+            "ep in its place, or compile a program for generation of its own and send it the weights."
+        )
+    kept = {axis: degree for axis, degree in degrees.items() if axis in ("pp", "ep", "tp")}
+    mesh = Mesh(**kept, dp_replicate=plan.mesh.size // math.prod(kept.values()))
+    program = trained.generating(-(-plan.global_batch // (mesh.dp_replicate * mesh.pp)))
+    parameters = {
+        name: {axis: kind for axis, kind in types.items() if axis in kept}
+        for name, types in plan.sharding.parameters.items()
+    }
+    decisions = Decisions(
+        schedule="GPipe" if plan.stages_per_rank == 1 else plan.schedule,
+        global_batch=mesh.dp_replicate * mesh.pp,
+        microbatch_size=1,
+        **decided_by(exported_precision(program)),
+    )
+    alike = replace(
+        plan.plan if isinstance(plan, Planned) else plan,
+        mode=GENERATE,
+        mesh=mesh,
+        actions=None,
+        fully_sharded={},
+        sharding=replace(plan.sharding, parameters=parameters, loss_chunk=0, expert_room=None),
+        **decided(decisions),
+    )
+    found = placed_as_stored(program, alike)
+    stages = split(found.local, positions_of(found.local, plan.split_points))
+    places = [StageRecord(stage.index, plan.stages[stage.index].rank, stage.modules) for stage in stages]
+    fields = vars(alike) | {"stages": tuple(places), "sharding": found.sharding}
+    return program, Planned(**fields, sharded=found, warnings=program.warnings)
+
+
+def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:
+    """Check that each rank has, of what it trains, the weights that it generates with.
+
+    Raises:
+        GraphparError: one has not.
+    """
+    for rank in range(plan.mesh.pp):
+        (held, _), (read, _) = (
+            [
+                {name for stage in stages if plan.stages[stage.index].rank == rank for name in held_by(local, stage)},
+                local,
+            ]
+            for local, stages in (trained, generating)
+        )
+        if other := sorted((read & set(generating[0].parameters)) - held):
+            raise GraphparError(
+                f"On pp rank {rank} the model generates with {listed(other, 4)}, which that rank does not train; split the model elsewhere "
+                "(--split)."
+            )
