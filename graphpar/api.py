@@ -88,8 +88,8 @@ def export(
             with neither, the program is for inference.
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
-        mode: "train", "infer", "generate", or "train,generate": a program for training that generates between steps; sets the modules' mode by the model's ``train`` and ``eval``. By default "train" where there is a loss;
-            a model without one stays as it is built.
+        mode: "train", "infer", "generate", or "train,generate": a program for training that generates between steps. It sets the modules'
+            mode by the model's ``train`` and ``eval``. By default "train" where there is a loss; a model without one stays as it is built.
         evaluates: also trace in evaluation mode, so that ``pipeline.eval`` computes what the model does then. Without it ``eval`` is
             refused for all models but those of torch's own modules.
         dtype: "fp32", "bf16", "fp16" or "auto": in which the model computes. With 16 bits, parameters, gradients and optimizer state
@@ -140,7 +140,9 @@ def export_source(
     if source.mode == TRAIN_GENERATE:
         program = export_source(replace(source, mode=TRAIN), batch_dims, row_list, skip, after_pass, trace)
         if program.mode != TRAIN:
-            raise GraphparError(f"mode {TRAIN_GENERATE!r} trains between generations, but the model returns no loss; give loss_fn.")
+            raise GraphparError(
+                f"mode {TRAIN_GENERATE!r} trains between generations, but the model returns no loss; give loss_fn."
+            )
         assert program.source is not None
         trained = replace(program.source, mode=GENERATE, evaluates=False, seq=None)
 

@@ -120,7 +120,7 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     return priced(replace(done, seconds=seconds), hardware)
 
 
-def _generating(program: Program, plan: Plan, trained: Stages, cluster: Cluster) -> Compilation:
+def _generating(program: Program, plan: Planned, trained: Stages, cluster: Cluster) -> Compilation:
     """Compile what generates on the weights of the stages ``trained``.
 
     Raises:

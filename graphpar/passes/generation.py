@@ -78,11 +78,8 @@ def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:
         GraphparError: one has not.
     """
     for rank in range(plan.mesh.pp):
-        (held, _), (read, _) = (
-            [
-                {name for stage in stages if plan.stages[stage.index].rank == rank for name in held_by(local, stage)},
-                local,
-            ]
+        held, read = (
+            {name for stage in stages if plan.stages[stage.index].rank == rank for name in held_by(local, stage)}
             for local, stages in (trained, generating)
         )
         if other := sorted((read & set(generating[0].parameters)) - held):

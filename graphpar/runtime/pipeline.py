@@ -12,8 +12,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -25,16 +24,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphpar.runtime.checkpoints import checkpoint
-from graphpar.runtime.checkpoints.stored import Stored
 from graphpar.runtime.debugging.events import at, watch
 from graphpar.runtime.debugging.idle import Places, left_in_stage
 from graphpar.runtime.distributed import StopSignal, agreed
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.generation.between_steps import BetweenSteps
+from graphpar.runtime.generation.generates import Generates
 from graphpar.runtime.generation.generator import Generator
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, TRAIN, TRAIN_GENERATE
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, TRAIN
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
@@ -54,7 +53,7 @@ from graphpar.runtime.state.replicas import check_program, check_replicas, is_co
 from graphpar.runtime.training.balance import Balance
 
 
-class Pipeline(Stored):
+class Pipeline(Generates):
     """The part of an emitted program that this rank runs.
 
     Building it is a collective call (all ranks build it, and fail together if one fails). It needs a process
@@ -518,58 +517,6 @@ class Pipeline(Stored):
         that the forward writes are written; :meth:`eval` leaves them.
         """
         return self._forward([batch], self.steps_done if step is None else step, ModelOutputs(self._own, False, {}))
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]] | Tensor,
-        max_new_tokens: int | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        seed: int | None = None,
-        show: Callable[[int, int], None] | None = None,
-        **choice: Any,
-    ) -> list[list[int]]:
-        """Continue prompts, and return the new tokens of each on every rank; a collective call of a program for generation.
-
-        Args:
-            prompts: token ids of any lengths, the same on all ranks.
-            max_new_tokens: for each; by default that of the model's generation config, or what the cache has room for.
-            attention_mask: [prompts, positions], where ``prompts`` is a tensor with padding on either side.
-            seed: of tokens that are drawn: the same tokens for the same seed, under any plan. By default the pipeline's.
-            show: called with the number of a prompt and each new token of it.
-            choice: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``eos_token_id`` (one or several), as in
-                transformers; by default those of the model's generation config.
-
-        Raises:
-            RuntimeProgramError: on all ranks: the program is for something else, or a prompt does not fit.
-        """
-        with self._generating("generate") as generator:
-            given = self.seed if seed is None else seed
-            return generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
-
-    @property
-    def cache_bytes(self) -> int:
-        """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
-        return self._generates("cache_bytes").cache_bytes
-
-    def _generates(self, what: str) -> Generator:
-        found = self._generator if self._between is None else self._between.generator
-        if found is None:
-            also = f", or {TRAIN_GENERATE} to generate between steps" if self.program.mode == TRAIN else ""
-            raise RuntimeProgramError(
-                f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {GENERATE}{also}"
-            )
-        return found
-
-    @contextmanager
-    def _generating(self, what: str) -> Iterator[Generator]:
-        """Have what generates compute with this pipeline's weights; a collective call."""
-        generator = self._generates(what)
-        self._check_weights()
-        self.synchronize()
-        with torch.no_grad(), nullcontext() if self._between is None else self._between.weights():
-            yield generator
-        self._branches.check()
 
     def _forward(self, batch: Any, step: int, asked: ModelOutputs) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several, and what is asked for besides."""

@@ -116,9 +116,7 @@ def build_problem(
 
 
 class _Builder:
-    def __init__(
-        self, program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]]
-    ) -> None:
+    def __init__(self, program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]]) -> None:
         self.program = program
         self.degrees = dict(degrees)
         self.axes = tuple(degrees)

@@ -9,7 +9,7 @@ in which parameters are read, are dropped when it ends, with the keys and values
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class BetweenSteps:
 
     Attributes:
         program: what generates.
+        own: its stages on this rank.
         generator: computes with what :meth:`weights` lends.
     """
 
@@ -52,8 +53,7 @@ class BetweenSteps:
             for names in self.program.ties:
                 held = next((lenders[name] for name in names if name in lenders), None)
                 lenders |= {} if held is None else {name: held for name in names if name not in lenders}
-            own = OwnStages(self.program, self.groups, device, None, None, lenders)
-            self._own = own
+            self.own = own = OwnStages(self.program, self.groups, device, None, None, lenders)
             self._lent = [(*at, *lenders[name]) for name, at in _slots(own.modules) if name in lenders]
             for slots, name, lender, other in self._lent:
                 if slots[name].shape != lender[other].shape:
@@ -65,16 +65,13 @@ class BetweenSteps:
             self._branches = Branches(self.program, own.modules, device)
 
     @contextmanager
-    def weights(self) -> Iterator[Generator]:
+    def weights(self) -> Iterator[None]:
         """Lend the parameters, as they are now, to the generator; a collective call where they are gathered."""
         self._parameters.gather(always=True)
         try:
             for slots, name, lender, other in self._lent:
                 slots[name] = lender[other]
-            with ExitStack() as stack:
-                for casts in self._own.casts:
-                    stack.enter_context(casts.step())
-                yield self.generator
+            yield
         finally:
             self._parameters.free()
         self._branches.check()
