@@ -130,7 +130,7 @@ class Pipeline(Generates):
             self._optimizers = Optimizers(
                 self._parameters, self._gradients, self.host, own.package, reports=self.reports
             )
-            self._between = (
+            self.between = (
                 None
                 if self.program.generates is None
                 else BetweenSteps(self.program.generates, self.stages, self._parameters, self.device)
@@ -170,8 +170,8 @@ class Pipeline(Generates):
         try:
             self._saver.close()
         finally:
-            if self._between is not None:
-                self._between.close()
+            if self.between is not None:
+                self.between.close()
             self.groups.close()
 
     # Training

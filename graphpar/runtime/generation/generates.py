@@ -24,7 +24,7 @@ class Generates(Stored):
     _own: OwnStages
     _branches: Branches
     _generator: Generator | None
-    _between: BetweenSteps | None
+    between: BetweenSteps | None
 
     @overload
     def generate(
@@ -90,8 +90,23 @@ class Generates(Stored):
         """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
         return self._generates("cache_bytes").cache_bytes
 
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Compute the logits of as many sequences as the program generates at a time, window after window; a collective call.
+
+        Args:
+            tokens: [sequences, n], the same on all ranks, of the length of the example.
+
+        Returns:
+            [sequences, n, vocabulary] on the ranks of the last stage, else ``None``.
+        """
+        with self._generating("logits") as generator:
+            rows = generator.rows
+            own = tokens[generator.groups.replica * rows :][:rows].to(self.device)
+            found = generator.logits({generator.tokens: own})
+        return None if found is None else next(iter(found.values()))
+
     def _generates(self, what: str) -> Generator:
-        found = self._generator if self._between is None else self._between.generator
+        found = self._generator if self.between is None else self.between.generator
         if found is None:
             also = f", or {TRAIN_GENERATE} to generate between steps" if self.program.mode == TRAIN else ""
             raise RuntimeProgramError(
@@ -106,9 +121,9 @@ class Generates(Stored):
         self._check_weights()
         self.synchronize()
         with torch.no_grad(), ExitStack() as stack:
-            if self._between is not None:
-                stack.enter_context(self._between.weights())
-            for casts in (self._own if self._between is None else self._between.own).casts:
+            if self.between is not None:
+                stack.enter_context(self.between.weights())
+            for casts in (self._own if self.between is None else self.between.own).casts:
                 stack.enter_context(casts.step())
             yield generator
         self._branches.check()
