@@ -32,9 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, d = x.shape
-        q, k, v = (
-            t.view(b, s, HEADS, d // HEADS).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(d, dim=2)
-        )
+        q, k, v = (t.view(b, s, HEADS, d // HEADS).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(d, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, s, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -322,7 +322,8 @@ def printed(
         below = model_file if model_file is None or "/" not in model_file else f"../{model_file}"
         generates = emit_package(other.emitted[0], other.plan, other.emitted[1], below)
         compilation = replace(compilation, generating=replace(other, package=generates))
-        files = files | {f"{GENERATE}/{name}": text for name, text in generates.files.items()}
+        own = {name: text for name, text in generates.files.items() if not name.startswith("launch.")}
+        files = files | {f"{GENERATE}/{name}": text for name, text in own.items()}
     done = replace(compilation, package=package)
     if local.no_eval is not None and local.source is not None and local.source.evaluates:
         report["warnings"].append(f"{local.no_eval[0].upper()}{local.no_eval[1:]}.")

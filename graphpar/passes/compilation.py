@@ -21,7 +21,7 @@ from graphpar.ir.program import Program, without_evaluation
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.evaluation import placed_as_stored, with_evaluated_stages
-from graphpar.passes.generation import check_held, generating_of
+from graphpar.passes.generation import check_held, generating_of, with_generation
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.lengths import EACH, LISTS, check_tables, joined, sharding_at, tried
 from graphpar.passes.normalize.padding import fills_of
@@ -278,5 +278,7 @@ def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
         by_kernel = estimate_plan(program, drawn, cluster) if slower else None
     except GraphparError as error:
         return replace(compilation, cluster=cluster, estimate=None, unpriced=str(error), in_bf16_s=None, by_kernel=None)
+    if compilation.generating is not None and (generating := compilation.generating.estimate) is not None:
+        estimate = with_generation(plan, estimate, generating)
     done = replace(compilation, cluster=cluster, estimate=estimate, unpriced=None)
     return replace(done, in_bf16_s=faster, by_kernel=by_kernel)

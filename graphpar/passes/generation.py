@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from graphpar.cost_models.estimates import Estimate
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
@@ -69,6 +70,15 @@ def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
     places = [StageRecord(stage.index, plan.stages[stage.index].rank, stage.modules) for stage in stages]
     fields = vars(alike) | {"stages": tuple(places), "sharding": found.sharding}
     return program, Planned(**fields, sharded=found, warnings=program.warnings)
+
+
+def with_generation(plan: Plan, trained: Estimate, generating: Estimate) -> Estimate:
+    """Return the estimate of a step of training with the memory of generation between steps, on ranks where that is more."""
+    apart = plan.zero >= 2 or plan.precision.casts
+    copied = plan.precision.computed.itemsize / plan.precision.stored.itemsize if apart else 0.0
+    both = zip(trained.memory, generating.memory, strict=True)
+    peaks = ((training, training.while_generating(other, copied)) for training, other in both)
+    return replace(trained, memory=tuple(max(each, key=lambda memory: memory.total) for each in peaks))
 
 
 def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:
