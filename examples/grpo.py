@@ -11,6 +11,8 @@ answer and its position alone, so any number of processes gives the same rewards
 import copy
 import random
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,23 +129,28 @@ example_inputs = (_some["tokens"],)
 example_targets = tuple(_some[name] for name in ("chosen", "sampled", "advantage", "mask"))
 
 
+def train(pipeline: Any, steps: int) -> Iterator[tuple[float, float]]:
+    """Yield the mean reward and the loss of each step."""
+    own = pipeline.optimizer()
+    for step in range(steps):
+        prompts = prompts_of(step)
+        found = pipeline.generate(prompts, LENGTH, do_sample=True, seed=step, logprobs=True)
+        answers, logprobs = [each.tokens for each in found], [each.logprobs for each in found]
+        loss = pipeline.step(batch_of(prompts, answers, logprobs), broadcast_loss=True)
+        own.step()
+        pipeline.zero_grad()
+        yield rewards_of(prompts, answers).mean().item(), loss.item()
+
+
 def main(folder: str, steps: str = "100") -> None:
     """Train a program that was compiled of this file, on this rank; rank 0 prints rewards and losses."""
     from graphpar.runtime import Pipeline, start
 
     with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
         pipeline.load_weights()
-        own = pipeline.optimizer()
-        for step in range(int(steps)):
-            prompts = prompts_of(step)
-            found = pipeline.generate(prompts, LENGTH, do_sample=True, seed=step, logprobs=True)
-            answers, logprobs = [each.tokens for each in found], [each.logprobs for each in found]
-            loss = pipeline.step(batch_of(prompts, answers, logprobs), broadcast_loss=True)
-            own.step()
-            pipeline.zero_grad()
+        for step, (reward, loss) in enumerate(train(pipeline, int(steps))):
             if ranks.rank == 0:
-                reward = rewards_of(prompts, answers).mean().item()
-                print(f"step {step}  reward {reward:.6f}  loss {loss.item():.6f}", flush=True)
+                print(f"step {step}  reward {reward:.6f}  loss {loss:.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
         )
     kept = {axis: degree for axis, degree in degrees.items() if axis in ("pp", "ep", "tp")}
     mesh = Mesh(**kept, dp_replicate=plan.mesh.size // math.prod(kept.values()))
-    program = trained.generating(-(-plan.global_batch // (mesh.dp_replicate * mesh.pp)))
+    program = _with_read_weights(trained.generating(-(-plan.global_batch // (mesh.dp_replicate * mesh.pp))))
     parameters = {
         name: {axis: kind for axis, kind in types.items() if axis in kept}
         for name, types in plan.sharding.parameters.items()
@@ -70,6 +70,22 @@ def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
     places = [StageRecord(stage.index, plan.stages[stage.index].rank, stage.modules) for stage in stages]
     fields = vars(alike) | {"stages": tuple(places), "sharding": found.sharding}
     return program, Planned(**fields, sharded=found, warnings=program.warnings)
+
+
+def _with_read_weights(program: Program) -> Program:
+    """Return the program without parameters and buffers that only training reads, such as those of a frozen reference."""
+    read: set[str] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            inside = program.blocks[str(node.meta["block"])].graph
+            read |= {f"{node.target}.{each.target}" for each in inside.nodes if each.op == "get_attr"}
+        elif node.op == "get_attr":
+            read.add(str(node.target))
+    read |= {other for name in read for other in program.tie_of(name)}
+    parameters = {name: info for name, info in program.parameters.items() if name in read}
+    buffers = {name: info for name, info in program.buffers.items() if name in read}
+    ties = tuple(group for group in program.ties if group[0] in read)
+    return replace(program, parameters=parameters, buffers=buffers, ties=ties)
 
 
 def with_generation(plan: Plan, trained: Estimate, generating: Estimate) -> Estimate:

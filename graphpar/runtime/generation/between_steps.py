@@ -54,13 +54,19 @@ class BetweenSteps:
                 held = next((lenders[name] for name in names if name in lenders), None)
                 lenders |= {} if held is None else {name: held for name in names if name not in lenders}
             self.own = own = OwnStages(self.program, self.groups, device, None, None, lenders)
-            self._lent = [(*at, *lenders[name]) for name, at in _slots(own.modules) if name in lenders]
-            for slots, name, lender, other in self._lent:
-                if slots[name].shape != lender[other].shape:
+            self._lent: list[tuple[Slots, str, Slots, str]] = []
+            for name, (slots, place) in _slots(own.modules):
+                if name not in lenders:
                     raise RuntimeProgramError(
-                        f"{folder} computes with {name} as {list(slots[name].shape)}, but it is trained as {list(lender[other].shape)}; "
+                        f"{folder} computes with {name}, which this rank does not train; compile the model again"
+                    )
+                lender, other = lenders[name]
+                if slots[place].shape != lender[other].shape:
+                    raise RuntimeProgramError(
+                        f"{folder} computes with {name} as {list(slots[place].shape)}, but it is trained as {list(lender[other].shape)}; "
                         "compile the model again"
                     )
+                self._lent.append((slots, place, lender, other))
             self.generator = Generator(self.program, own.adapters, own.package, self.groups, device)
             self._branches = Branches(self.program, own.modules, device)
 
