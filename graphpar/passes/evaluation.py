@@ -63,7 +63,7 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
         program, inputs=(*program.inputs, *(entry for entry in evaluated.inputs if entry.name not in known))
     )
     local = placed_as_stored(evaluated, plan).local
-    stages = split_as(local, [held_by(trained[0], stage) for stage in trained[1]])
+    stages = split_as(local, [_held(trained[0], stage) for stage in trained[1]])
     for step in STAGE_PASSES:
         if step.name == "own_units":
             local, stages = with_units_of(local, stages, trained[1], emitted[1])
@@ -112,7 +112,7 @@ def placed_as_stored(program: Program, plan: Plan) -> Sharded:
     return sharded(program, given, plan.microbatch_size, problem)
 
 
-def held_by(program: Program, stage: Stage) -> frozenset[str]:
+def _held(program: Program, stage: Stage) -> frozenset[str]:
     """Return what a stage alone has: its parameters, the buffers that it writes, and blocks."""
     written = {uses.name for uses in written_buffers_of(program).uses}
     own = [str(node.target) for node in stage.graph.nodes if node.op in ("get_attr", "call_module")]

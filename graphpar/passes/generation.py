@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from graphpar.codegen.package import stage_contents
 from graphpar.cost_models.estimates import Estimate
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
-from graphpar.passes.evaluation import held_by, placed_as_stored
+from graphpar.passes.evaluation import placed_as_stored
 from graphpar.passes.planning.constraints import decided_by, exported_precision
 from graphpar.passes.planning.planned import Planned
 from graphpar.passes.split import positions_of, split
@@ -25,10 +26,11 @@ from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.options import Decisions, decided
 from graphpar.runtime.plan_record import StageRecord
+from graphpar.runtime.schedule_records import SCHEDULES
 from graphpar.text import listed
 
 
-def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
+def generating_of(trained: Program, plan: Planned) -> tuple[Program, Planned]:
     """Return the program by which ``trained`` generates under ``plan``, and its plan.
 
     As many sequences are in flight as a step of training has rows.
@@ -51,13 +53,17 @@ def generating_of(trained: Program, plan: Plan) -> tuple[Program, Planned]:
         for name, types in plan.sharding.parameters.items()
     }
     decisions = Decisions(
-        schedule="GPipe" if plan.stages_per_rank == 1 else plan.schedule,
+        schedule="GPipe"
+        if plan.stages_per_rank == 1
+        else plan.schedule
+        if plan.schedule in SCHEDULES
+        else "Interleaved1F1B",
         global_batch=mesh.dp_replicate * mesh.pp,
         microbatch_size=1,
         **decided_by(exported_precision(program)),
     )
     alike = replace(
-        plan.plan if isinstance(plan, Planned) else plan,
+        plan.plan,
         mode=GENERATE,
         mesh=mesh,
         actions=None,
@@ -98,18 +104,29 @@ def with_generation(plan: Plan, trained: Estimate, generating: Estimate) -> Esti
 
 
 def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:
-    """Check that each rank has, of what it trains, the weights that it generates with.
+    """Check that each rank has, of what it trains, the weights and persistent buffers that it generates with.
 
     Raises:
         GraphparError: one has not.
     """
     for rank in range(plan.mesh.pp):
-        held, read = (
-            {name for stage in stages if plan.stages[stage.index].rank == rank for name in held_by(local, stage)}
-            for local, stages in (trained, generating)
-        )
-        if other := sorted((read & set(generating[0].parameters)) - held):
+        held, read = (_stored(plan, stages, rank) for stages in (trained, generating))
+        if other := sorted(read - held):
             raise GraphparError(
                 f"On pp rank {rank} the model generates with {listed(other, 4)}, which that rank does not train; split the model elsewhere "
                 "(--split)."
             )
+
+
+def _stored(plan: Plan, of: Stages, rank: int) -> set[str]:
+    """Return the names, all of each tie, of what a pp rank stores."""
+    program, stages = of
+    own: set[str] = set()
+    for stage, infos, instances in zip(stages, *stage_contents(program, stages)):
+        if plan.stages[stage.index].rank == rank:
+            inside = tuple(f"{path}." for path in instances)
+            own |= {
+                name for name in (*program.parameters, *program.buffers) if name in infos or name.startswith(inside)
+            }
+    kept = {name for name in own if name in program.parameters or program.buffers[name].persistent}
+    return kept.union(*map(program.tie_of, kept))
