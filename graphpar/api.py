@@ -45,7 +45,7 @@ from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
-from graphpar.runtime.option_kinds import GENERATE, INFER, SEQ, Seq
+from graphpar.runtime.option_kinds import GENERATE, INFER, SEQ, TRAIN, TRAIN_GENERATE, Seq
 from graphpar.runtime.options import Request, options_of
 from graphpar.text import as_page, as_text
 
@@ -88,8 +88,8 @@ def export(
             with neither, the program is for inference.
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
-        mode: "train" or "infer"; sets the modules' mode by the model's ``train`` and ``eval``. By default "train" where there is a loss;
-            a model without one stays as it is built.
+        mode: "train", "infer", "generate", or "train,generate": a program for training that generates between steps. It sets the modules'
+            mode by the model's ``train`` and ``eval``. By default "train" where there is a loss; a model without one stays as it is built.
         evaluates: also trace in evaluation mode, so that ``pipeline.eval`` computes what the model does then. Without it ``eval`` is
             refused for all models but those of torch's own modules.
         dtype: "fp32", "bf16", "fp16" or "auto": in which the model computes. With 16 bits, parameters, gradients and optimizer state
@@ -137,6 +137,22 @@ def export_source(
     trace: Capture = capture,
 ) -> Program:
     """Do what :func:`export` says, where ``trace`` captures the model."""
+    if source.mode == TRAIN_GENERATE:
+        program = export_source(replace(source, mode=TRAIN), batch_dims, row_list, skip, after_pass, trace)
+        if program.mode != TRAIN:
+            raise GraphparError(
+                f"mode {TRAIN_GENERATE!r} trains between generations, but the model returns no loss; give loss_fn."
+            )
+        assert program.source is not None
+        trained = replace(program.source, mode=GENERATE, evaluates=False, seq=None)
+
+        @functools.cache
+        def generating(sequences: int) -> Program:
+            asked = replace(trained, sequences=sequences)
+            return _exported(asked, batch_dims, row_list, skip, None, trace)
+
+        program.generating = generating
+        return program
     try:
         return _exported(source, batch_dims, row_list, skip, after_pass, trace)
     except GraphparError as error:
@@ -301,6 +317,13 @@ def printed(
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan, (local, stages) = compilation.plan, compilation.emitted
     package = emit_package(local, plan, stages, model_file, optimizer, compilation.recomputed)
+    files = package.files
+    if (other := compilation.generating) is not None:
+        below = model_file if model_file is None or "/" not in model_file else f"../{model_file}"
+        generates = emit_package(other.emitted[0], other.plan, other.emitted[1], below)
+        compilation = replace(compilation, generating=replace(other, package=generates))
+        own = {name: text for name, text in generates.files.items() if not name.startswith("launch.")}
+        files = files | {f"{GENERATE}/{name}": text for name, text in own.items()}
     done = replace(compilation, package=package)
     if local.no_eval is not None and local.source is not None and local.source.evaluates:
         report["warnings"].append(f"{local.no_eval[0].upper()}{local.no_eval[1:]}.")
@@ -308,7 +331,7 @@ def printed(
         from graphpar.verification.tried_optimizer import tried_optimizer
 
         report["warnings"] += tried_optimizer(Parts(done, package.files, report, model_file))
-    return Parts(done, package.files | report_files(report, plan), report, model_file)
+    return Parts(done, files | report_files(report, plan), report, model_file)
 
 
 def what_if(

@@ -20,6 +20,7 @@ from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.planned import Planned
 from graphpar.report.notebook import report_frame
 from graphpar.runtime.checkpoints.weights import save_tensors
+from graphpar.runtime.option_kinds import GENERATE
 
 
 @dataclass
@@ -53,6 +54,16 @@ class Parts:
         assert self.compilation.package is not None
         return self.compilation.package.constants
 
+    @cached_property
+    def generating(self) -> Parts | None:
+        """The program by which this one generates between steps of training, in a folder of the package; None where it does not."""
+        made = self.compilation.generating
+        if made is None or made.package is None:
+            return None
+        parts = Parts(made, made.package.files, {}, self.model_file, self)
+        parts.folder = self.folder / GENERATE
+        return parts
+
     def __repr__(self) -> str:
         return f"Parts({self.plan!r}: {', '.join(self.files)})"
 
@@ -72,12 +83,15 @@ class Parts:
 
         def write(scratch: Path) -> None:
             for name, text in self.files.items():
+                (scratch / name).parent.mkdir(exist_ok=True)
                 (scratch / name).write_text(text, encoding="utf-8")
                 if name.endswith(".sh"):
                     (scratch / name).chmod(0o755)
-            if self.constants:
-                constants = {name: value.contiguous() for name, value in self.constants.items()}
-                save_tensors(constants, scratch / "constants.safetensors")
+            others = {} if self.compilation.generating is None else {GENERATE: self.compilation.generating}
+            for place, made in {"": self.compilation, **others}.items():
+                assert made.package is not None
+                if constants := {name: value.contiguous() for name, value in made.package.constants.items()}:
+                    save_tensors(constants, scratch / place / "constants.safetensors")
             if weights is not None:
                 (scratch / "weights").mkdir()
                 save_tensors(untied(weights), scratch / "weights" / "model.safetensors")

@@ -46,7 +46,7 @@ from graphpar.passes.rank_passes import Seen
 from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.runtime.option_kinds import GENERATE, SEQ, Seq
+from graphpar.runtime.option_kinds import GENERATE, SEQ, TRAIN, TRAIN_GENERATE, Seq
 from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.text import bytes_text
 
@@ -158,9 +158,10 @@ def _request(options: argparse.Namespace) -> _Request:
     if options.out is not None:
         check_target(options.out, options.force)
     with progress("loading the model file"):
-        cache = CaptureCache(
-            options.model, None if options.no_cache else captures_folder(), *_traced_as(options, given)
-        )
+        precision, mode, evaluates, seq = _traced_as(options, given)
+        mode = TRAIN if mode == TRAIN_GENERATE else mode
+        folder = None if options.no_cache else captures_folder()
+        cache = CaptureCache(options.model, folder, precision, mode, evaluates, seq)
     file = cache.file
     _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
     constraints = plan_request(**requested | ({} if options.plan else _own_pins(file, requested)))

@@ -17,7 +17,7 @@ import graphpar
 from graphpar.cli.output import USER_ERROR
 from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.launching.arguments import input_file, positive, token_ids, whole
-from graphpar.runtime.option_kinds import COUNT, MODES, SECONDS
+from graphpar.runtime.option_kinds import COUNT, MODES, SECONDS, TRAIN_GENERATE
 from graphpar.runtime.options import Option, Request, flag_of, options_of
 
 
@@ -167,7 +167,8 @@ def _compile(parser: Parser) -> None:
     add = groups["workload"].add_argument
     add("--pure", action="store_true", default=None, help="also store and update parameters in the compute dtype")
     add("--skip", metavar="PASS,...", help="skip optional passes: see graphpar passes")
-    add("--mode", choices=MODES, help="default: train if there is a loss; generate: tokens with a key-value cache")
+    add("--mode", choices=(*MODES, TRAIN_GENERATE),
+        help="default: train if there is a loss; generate: tokens with a key-value cache; both: tokens between steps")
     add("--eval", action="store_true", help="also trace in evaluation mode, so that pipeline.eval works on any model")
     add = groups["output"].add_argument
     add("-o", "--out", metavar="DIR", help="where to write the program (default: ./MODELNAME-Ndev)")

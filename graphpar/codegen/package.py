@@ -64,7 +64,7 @@ from graphpar.runtime.manifest import (
     load_manifest,
     packed_record,
 )
-from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, WHOLE
+from graphpar.runtime.option_kinds import GENERATE, INFER, SCRIPTS, WHOLE
 from graphpar.runtime.records import NAMES, written
 from graphpar.runtime.stages.modules import emitted_package, stage_module
 from graphpar.text import compressed, is_below, json_text, plural
@@ -437,7 +437,7 @@ def interface(
         },
         gather_dtype=_known(gather_dtype(program, plan.fully_sharded)) if plan.zero > 1 else None,
         casts={name: dtype for name, dtype in cast_parameters(program).items() if dtype in NAMES}
-        if plan.zero < 2 and trains
+        if plan.zero < 2 and program.mode != INFER
         else {},
         working={name: dtype for name, dtype in working_dtypes(program).items() if dtype in NAMES}
         if plan.zero == 1 and trains

@@ -134,6 +134,23 @@ class Memory:
         """Return what stays from step to step, once gradients are dropped."""
         return self._only("parameters", "buffers", "main_copies", "optimizer", "communicators")
 
+    def while_generating(self, other: Memory, copied: float) -> Memory:
+        """Return what there is while another program, which takes ``other`` by itself, generates on these parameters between steps.
+
+        Args:
+            copied: the share of the bytes of its parameters that are gathered, or cast, for that time.
+        """
+        kept = self.between_steps()
+        return replace(
+            other,
+            parameters=kept.parameters,
+            copies=int(other.parameters * copied),
+            buffers=kept.buffers + other.buffers,
+            main_copies=kept.main_copies,
+            optimizer=kept.optimizer,
+            communicators=kept.communicators + other.communicators,
+        )
+
     def after_backward(self) -> Memory:
         """Return what there is when the optimizer's step begins."""
         return replace(self.between_steps(), gradients=self.gradients, inputs=self.inputs)

@@ -35,7 +35,7 @@ from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.hardware.this_machine import cache_folder
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
-from graphpar.runtime.option_kinds import Seq
+from graphpar.runtime.option_kinds import GENERATE, Seq
 
 MOST_ENTRIES = 64
 MOST_BYTES = 2**28
@@ -64,6 +64,7 @@ class _Entry:
         file: the model file's content without its functions, pickled; None where each run imports it.
         precision: the dtypes that were decided.
         program: the program, stored.
+        tokens: of a program for generation, the model's arguments that are left of the example.
     """
 
     facts: Facts
@@ -71,6 +72,7 @@ class _Entry:
     file: bytes | None
     precision: Precision
     program: bytes
+    tokens: Mapping[str, Any] | None = None
 
 
 class _Late:
@@ -121,15 +123,19 @@ class CaptureCache:
 
     def capture(self, trace: Capture, source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:
         """Return the stored program of ``source``, which is of the model file; else trace and store it."""
-        self.hit, place = False, self._place(source.precision, source.mode, source.evaluates, source.seq)
+        self.hit, place = (
+            False,
+            self._place(source.precision, source.mode, source.evaluates, source.seq, source.sequences),
+        )
         entry = self._entry(place)
         if self._imported is None and entry is not None and (program := self._program(entry, source)) is not None:
             return program
         if self._imported is None:  # asked with something else, or the program's operators are of what the file imports
             file = self._import_late()
-            source = replace(
-                source, model=file.model, args=file.args, kwargs=file.kwargs, loss_fn=file.loss_fn, targets=file.targets
-            )
+            example: dict[str, Any] = {}
+            if source.kwargs is self.file.kwargs:  # not the tokens alone
+                example = {"args": file.args, "kwargs": file.kwargs, "loss_fn": file.loss_fn, "targets": file.targets}
+            source = replace(source, model=file.model, **example)
         inputs = _input_signature(
             (source.args, dict(source.kwargs), source.targets, sorted((batch_dims or {}).items()))
         )
@@ -169,13 +175,15 @@ class CaptureCache:
         path, reference = (Path(self._model), None) if as_file else (file.path, str(self._model))
         return replace(file, **functions, path=path, reference=reference, importer=self._import_late)
 
-    def _place(self, precision: Precision, mode: str | None, evaluates: bool, seq: Seq | None) -> Path | None:
+    def _place(
+        self, precision: Precision, mode: str | None, evaluates: bool, seq: Seq | None, sequences: int | None = None
+    ) -> Path | None:
         """Return the file of the entry, named by what was asked; None where nothing is kept."""
         if self._folder is None:
             return None
         requested = (
             Path(self._model).resolve() if named_as_file(self._model) else self._model, os.getcwd(), sys.path, self._surroundings,
-            precision, mode, evaluates, seq, sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
+            precision, mode, evaluates, seq, sequences, sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
             torch.cuda.device_count(), os.cpu_count(),
         )  # fmt: skip
         return self._folder / f"{hashlib.sha256(repr(requested).encode()).hexdigest()[:32]}.capture"
@@ -191,6 +199,8 @@ class CaptureCache:
             program = loads(entry.program)
         except Exception:  # of operators that the model file registers, or broken
             return None
+        if entry.tokens is not None:
+            source = replace(source, args=(), kwargs=entry.tokens, loss_fn=None, targets=())
         program.source = replace(source, precision=entry.precision)
         self.hit = True
         return program
@@ -206,7 +216,8 @@ class CaptureCache:
             self.why_not = str(error)
             return
         self.why_not = OBSERVED.why_not(facts)
-        content = pickle.dumps(_Entry(facts, inputs, file, program.source.precision, stored))
+        tokens = program.source.kwargs if program.mode == GENERATE else None
+        content = pickle.dumps(_Entry(facts, inputs, file, program.source.precision, stored, tokens))
         if self.why_not is None and len(content) > MOST_BYTES:
             self.why_not = "the capture is large"
         if self.why_not is None:

@@ -362,7 +362,10 @@ def of_tokens(
         raise GraphparError("A program for generation takes tokens [batch, positions]; batch_dims can't say otherwise.")
     plain = {name: value for name, value in given.items() if not isinstance(value, Tensor) and name in source.kwargs}
     cache = {"use_cache": False} if "use_cache" in _parameters(model) else {}  # the program has its own
-    arguments: dict[str, Any] = {**plain, **cache, chosen: given[chosen]}
+    tokens_given = given[chosen]
+    if source.sequences is not None:
+        tokens_given = tokens_given[torch.arange(source.sequences) % len(tokens_given)]
+    arguments: dict[str, Any] = {**plain, **cache, chosen: tokens_given}
     return replace(source, args=(), kwargs=arguments, loss_fn=None, targets=()), {chosen: 1}
 
 

@@ -154,6 +154,7 @@ class ModelSource:
     mode: str | None = None
     evaluates: bool = False
     seq: Seq | None = None  # the lengths of the sequence, where they vary
+    sequences: int | None = None  # of generation: how many at a time; None: the rows of the example
 
     def at_length(self, lengths: Lengths, length: int) -> ModelSource:
         """Return the source with examples of this length."""
@@ -279,6 +280,7 @@ class Program:
     evaluated: Program | None = (
         None  # the same model in evaluation mode, where that differs beyond dropout and BatchNorm
     )
+    generating: Callable[[int], Program] | None = None  # the same model for generation, of so many sequences at a time
     no_eval: str | None = None  # why neither graph can say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
     returned: tuple[str, ...] = ()  # of a program for training: the names of what its model returns besides the loss

@@ -21,6 +21,7 @@ from graphpar.ir.program import Program, without_evaluation
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.evaluation import placed_as_stored, with_evaluated_stages
+from graphpar.passes.generation import check_held, generating_of, with_generation
 from graphpar.passes.kernel_dropout import with_dropout, writes_out_dropout
 from graphpar.passes.lengths import EACH, LISTS, check_tables, joined, sharding_at, tried
 from graphpar.passes.normalize.padding import fills_of
@@ -49,6 +50,7 @@ class Compilation:
         in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
         by_kernel: the estimate with dropout of attention that kernels draw, where it is exact.
         recomputed: the blocks that run their forward again in the backward, by path.
+        generating: the program by which a program for training generates between steps, with the same weights.
         overlapped: the collectives that run beside products, where the plan says so.
         seconds: wall-clock time of each step from ``split`` on.
     """
@@ -64,6 +66,7 @@ class Compilation:
     in_bf16_s: float | None = None
     by_kernel: Estimate | None = None
     package: Package | None = None
+    generating: Compilation | None = None
     recomputed: Mapping[str, Recomputation] = field(default_factory=dict)
     overlapped: Overlapped | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
@@ -112,7 +115,20 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
     recomputed = Recomputations(local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
     recomputed = with_writes(local, recomputed)
     done = Compilation(program, plan, ranks, stages, emitted, hardware, recomputed=recomputed, overlapped=overlapped)
+    if program.generating is not None:
+        done = replace(done, generating=_generating(program, plan, trained, hardware))
     return priced(replace(done, seconds=seconds), hardware)
+
+
+def _generating(program: Program, plan: Planned, trained: Stages, cluster: Cluster) -> Compilation:
+    """Compile what generates on the weights of the stages ``trained``.
+
+    Raises:
+        GraphparError: it can't be computed where these are.
+    """
+    made = compiled(*generating_of(program, plan), cluster)
+    check_held(plan, trained, (made.sharded.local, made.stages))
+    return made
 
 
 def _of_lengths(program: Program, plan: Planned, longest: Stages) -> Stages:
@@ -236,7 +252,7 @@ def _at_length(program: Program, plan: Planned, length: int) -> Stages:
     except GraphparError:
         if not program.lengths.listed:
             raise
-        made = placed_as_stored(at, plan)  # another program
+        made = placed_as_stored(at, plan).local  # another program
     kinds = recomputed_blocks(at, plan.recompute)
     found = made, split(made, positions_of(made, plan.split_points))
     for step in STAGE_PASSES:
@@ -262,5 +278,7 @@ def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
         by_kernel = estimate_plan(program, drawn, cluster) if slower else None
     except GraphparError as error:
         return replace(compilation, cluster=cluster, estimate=None, unpriced=str(error), in_bf16_s=None, by_kernel=None)
+    if compilation.generating is not None and (generating := compilation.generating.estimate) is not None:
+        estimate = with_generation(plan, estimate, generating)
     done = replace(compilation, cluster=cluster, estimate=estimate, unpriced=None)
     return replace(done, in_bf16_s=faster, by_kernel=by_kernel)

@@ -30,12 +30,13 @@ from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.search import SearchConstraints, search
-from graphpar.passes.sharding.shard import problem_of, sharded
+from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.sharding.solution import sharding_of
 from graphpar.passes.split import split_as
 from graphpar.passes.stage_passes import STAGE_PASSES, Stages
 from graphpar.runtime.axes import AXIS
-from graphpar.runtime.layout import I, R
+from graphpar.runtime.layout import I, R, Shard
+from graphpar.runtime.option_kinds import TRAIN
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.text import is_below
 
@@ -61,7 +62,7 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
     program = replace(
         program, inputs=(*program.inputs, *(entry for entry in evaluated.inputs if entry.name not in known))
     )
-    local = placed_as_stored(evaluated, plan)
+    local = placed_as_stored(evaluated, plan).local
     stages = split_as(local, [_held(trained[0], stage) for stage in trained[1]])
     for step in STAGE_PASSES:
         if step.name == "own_units":
@@ -74,8 +75,9 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
     return program, [replace(stage, evaluated=other) for stage, other in zip(emitted[1], stages)]
 
 
-def placed_as_stored(program: Program, plan: Plan) -> Program:
-    """Return what a rank computes of a program of the same parameters, as ``plan`` stores them: in evaluation, or at another length."""
+def placed_as_stored(program: Program, plan: Plan) -> Sharded:
+    """Return what a rank computes of a program of the same parameters, as ``plan`` stores them: in evaluation, at another length, or to
+    generate."""
     axes, stored = placed_axes(program, plan.mesh), plan.sharding.parameters
     given = Sharding(
         axes,
@@ -87,13 +89,18 @@ def placed_as_stored(program: Program, plan: Plan) -> Program:
     )
     problem = problem_of(program, given, plan.microbatch_size)
     if problem is None:
-        return sharded(program, given, plan.microbatch_size, None).local
+        return sharded(program, given, plan.microbatch_size, None)
+    either = frozenset({R, I})  # of buffers, and of weights without gradients
     whole = {axis: frozenset({R} if AXIS[axis].replicas else {I}) for axis in axes}
-    unread = dict.fromkeys(axes, frozenset({R, I}))  # of training: buffers are either
+    trained = program.parameters if program.mode == TRAIN else ()
     types = {
         name: {
-            **(whole if name in program.parameters else unread),
-            **{axis: frozenset({kind}) for axis, kind in stored.get(name, {}).items() if axis in axes},
+            **(whole if name in trained else dict.fromkeys(axes, either)),
+            **{
+                axis: frozenset({kind}) if name in trained or isinstance(kind, Shard) else either
+                for axis, kind in stored.get(name, {}).items()
+                if axis in axes
+            },
         }
         for name in (*program.parameters, *program.buffers, *program.constants)
     }
@@ -101,7 +108,8 @@ def placed_as_stored(program: Program, plan: Plan) -> Program:
     placed = sharding_of(
         search(problem, workload, costs_for(program, plan.mesh, plan.cluster), SearchConstraints(types))
     )
-    return sharded(program, replace(given, decisions=placed.decisions), plan.microbatch_size, problem).local
+    given = replace(given, decisions=placed.decisions, parameters=stored if trained else placed.parameters)
+    return sharded(program, given, plan.microbatch_size, problem)
 
 
 def _held(program: Program, stage: Stage) -> frozenset[str]:

@@ -107,6 +107,14 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     if program.mode == GENERATE:
         sequences, length = program.inputs[0].shape_at(program.batch)
         data["generation"] = {"sequences": sequences, "length": length}
+    if (other := compilation.generating) is not None:
+        sequences, length = other.program.inputs[0].shape_at(other.program.batch)
+        seconds = None if other.estimate is None else other.estimate.step_time_s
+        data["between_steps"] = {
+            "sequences": sequences * other.plan.global_batch,
+            "length": length,
+            "seconds": seconds,
+        }
     if state is not None and plan.prefetch is not None:
         units = [unit["bytes"] for unit in state["units"] if unit["name"]]
         data["ahead_bytes"] = max(units, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))

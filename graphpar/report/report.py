@@ -45,7 +45,7 @@ from graphpar.report.phrases import (
 )
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
-from graphpar.runtime.option_kinds import GENERATE, INFER, Seq, ends_of, listed_lengths
+from graphpar.runtime.option_kinds import GENERATE, INFER, STEPS, Seq, ends_of, listed_lengths
 from graphpar.runtime.plan_record import REPORT, decisions_of
 from graphpar.schedules.simulation import draw
 from graphpar.text import (
@@ -215,6 +215,12 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     return "Plan", plan
 
 
+def _between_steps(between: Mapping[str, Any]) -> str:
+    """``64 sequences at a time, up to 16 tokens each, 1.2 ms a token``"""
+    seconds = "" if between["seconds"] is None else f", {seconds_text(between['seconds'])} {STEPS[GENERATE]}"
+    return f"{plural(between['sequences'], 'sequence')} at a time, up to {between['length']:,} tokens each{seconds}"
+
+
 def _lengths(seq: Seq, multiple: int, unpadded: str | None) -> str:
     """``128 to 4,096 positions, priced at 4,096; padded to multiples of 4``"""
     ends = ends_of(seq)
@@ -245,6 +251,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["mode"] == "train":
         own = "the mean of the replicas' own losses, as in DDP" if data.get("dp_mean") else "that of the global batch"
         lines.append(("Loss", f"{own}; gradients are of this loss"))
+    if (between := data.get("between_steps")) is not None:
+        lines.append(("Generates", _between_steps(between)))
     if data["mesh"]["pp"] > 1:
         lines.append(("In flight", _in_flight(data)))
         lines.append(("Traffic", _traffic(data)))

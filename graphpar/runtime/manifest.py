@@ -22,7 +22,7 @@ from graphpar.runtime.axes import AXES, AXIS, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import GraphparError, RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import GENERATE, MODES, ends_of
+from graphpar.runtime.option_kinds import GENERATE, MODES, TRAIN, ends_of
 from graphpar.runtime.options import Decisions, check_decisions
 from graphpar.runtime.plan_record import Adapter, PlanRecord, read_object, without_usual
 from graphpar.runtime.records import DTYPES, Record, degrees_of, kept, packed, packed_fields, read
@@ -291,6 +291,12 @@ class Manifest(Decisions, Interface):
     def replicas(self) -> int:
         """How many replicas of the pipeline there are, each with its own rows of the batch."""
         return math.prod(self.mesh.get(axis, 1) for axis in REPLICAS)
+
+    @property
+    def generates(self) -> Path | None:
+        """Of a program for training: the folder of that by which it generates between steps, if it does."""
+        below = self.folder / GENERATE
+        return below if self.mode == TRAIN and (below / "plan.json").is_file() else None
 
     @property
     def evaluates_apart(self) -> bool:

@@ -346,6 +346,8 @@ STAGES = Kind(lambda name, value: tuple(tuple(paths) for paths in value))
 
 TRAIN, INFER, GENERATE = MODES = ("train", "infer", "generate")
 """Steps of training, a forward of whole inputs, or tokens one after the other."""
+TRAIN_GENERATE = f"{TRAIN},{GENERATE}"
+"""What a model may be compiled for besides: training, with tokens between its steps."""
 COMPILED = "compiled"
 """The folder, in a program's, of what ``torch.compile`` made of it."""
 SCRIPTS = {TRAIN: "train.py", INFER: "train.py", GENERATE: "generate.py"}

@@ -24,15 +24,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphpar.runtime.checkpoints import checkpoint
-from graphpar.runtime.checkpoints.stored import Stored
 from graphpar.runtime.debugging.events import at, watch
 from graphpar.runtime.debugging.idle import Places, left_in_stage
 from graphpar.runtime.distributed import StopSignal, agreed
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
+from graphpar.runtime.generation.between_steps import BetweenSteps
+from graphpar.runtime.generation.generates import Generates
 from graphpar.runtime.generation.generator import Generator
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.option_kinds import GENERATE, SCRIPTS
+from graphpar.runtime.option_kinds import GENERATE, SCRIPTS, TRAIN
 from graphpar.runtime.rendezvous import check_size
 from graphpar.runtime.stages.batches import Part, labels_named, together
 from graphpar.runtime.stages.branches import Branches
@@ -52,7 +53,7 @@ from graphpar.runtime.state.replicas import check_program, check_replicas, is_co
 from graphpar.runtime.training.balance import Balance
 
 
-class Pipeline(Stored):
+class Pipeline(Generates):
     """The part of an emitted program that this rank runs.
 
     Building it is a collective call (all ranks build it, and fail together if one fails). It needs a process
@@ -108,8 +109,11 @@ class Pipeline(Stored):
                 self._parameters = own.parameters()
             with agreed():
                 self._feed = own.feed(seed)
-                if self.program.mode == GENERATE:
-                    self._generator = Generator(self.program, own.adapters, own.package, self.groups, self.device)
+                self._generator = (
+                    Generator(self.program, own.adapters, own.package, self.groups, self.device)
+                    if self.program.mode == GENERATE
+                    else None
+                )
                 self._microbatches = Microbatches(own.adapters, own.casts, self._parameters, self.device, self._scale)
                 ran = self._microbatches.torch_stages
                 watch(own.named(), ran, self.rank, self.device, self.program.world_size)
@@ -125,6 +129,11 @@ class Pipeline(Stored):
             )
             self._optimizers = Optimizers(
                 self._parameters, self._gradients, self.host, own.package, reports=self.reports
+            )
+            self.between = (
+                None
+                if self.program.generates is None
+                else BetweenSteps(self.program.generates, self.stages, self._parameters, self.device)
             )
         except AgreedError:
             self.groups.close()
@@ -163,6 +172,8 @@ class Pipeline(Stored):
             if self._snapshots is not None:
                 self._snapshots.close()
         finally:
+            if self.between is not None:
+                self.between.close()
             self.groups.close()
 
     # Training
@@ -269,7 +280,7 @@ class Pipeline(Stored):
                 in steps 1, 2, 4, ... 64 and every 64th, ranks differ in the number of the step, in the batch, or in parameters that
                 all of them update.
         """
-        if self.program.mode != "train":
+        if self.program.mode != TRAIN:
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._check_weights()
         self._places.check()
@@ -509,51 +520,6 @@ class Pipeline(Stored):
         """
         return self._forward([batch], self.steps_done if step is None else step, ModelOutputs(self._own, False, {}))
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]] | Tensor,
-        max_new_tokens: int | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        seed: int | None = None,
-        show: Callable[[int, int], None] | None = None,
-        **choice: Any,
-    ) -> list[list[int]]:
-        """Continue prompts, and return the new tokens of each on every rank; a collective call of a program for generation.
-
-        Args:
-            prompts: token ids of any lengths, the same on all ranks.
-            max_new_tokens: for each; by default that of the model's generation config, or what the cache has room for.
-            attention_mask: [prompts, positions], where ``prompts`` is a tensor with padding on either side.
-            seed: of tokens that are drawn: the same tokens for the same seed, under any plan. By default the pipeline's.
-            show: called with the number of a prompt and each new token of it.
-            choice: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``eos_token_id`` (one or several), as in
-                transformers; by default those of the model's generation config.
-
-        Raises:
-            RuntimeProgramError: on all ranks: the program is for something else, or a prompt does not fit.
-        """
-        self._check_mode("generate", GENERATE)
-        self._check_weights()
-        self.synchronize()
-        with torch.no_grad():
-            given = self.seed if seed is None else seed
-            answers = self._generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
-        self._branches.check()
-        return answers
-
-    @property
-    def cache_bytes(self) -> int:
-        """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
-        self._check_mode("cache_bytes", GENERATE)
-        return self._generator.cache_bytes
-
-    def _check_mode(self, what: str, mode: str) -> None:
-        if self.program.mode != mode:
-            raise RuntimeProgramError(
-                f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
-            )
-
     def _forward(self, batch: Any, step: int, asked: ModelOutputs) -> dict[str, Tensor] | None:
         """The outputs of a batch, or the sums of those of several, and what is asked for besides."""
         self._check_weights()
@@ -563,7 +529,7 @@ class Pipeline(Stored):
             batches = together(self.program, batch, training=False)
             for program, values in self._feed.values(batches, step, alike=self.program.mode != "train" or asked.joins):
                 self._parameters.gather()
-                if self.program.mode == GENERATE:
+                if self._generator is not None:
                     found.append(self._generator.logits(values))
                 else:
                     adapters = self._microbatches.at(program).stages

@@ -32,6 +32,8 @@ ACCUMULATED = "accumulated"
 """In place of a step's number: the step on the accumulated and clipped gradients of two batches."""
 EVALUATION = "evaluation"
 """In place of a step's number: in evaluation, after the last step."""
+GENERATION = "generation"
+"""In place of a step's number: in generation, after the last step."""
 BEGUN = "begun"
 """In place of a step's number: before the first step."""
 
@@ -50,6 +52,7 @@ class Difference:
         when = {
             ACCUMULATED: "the accumulated and clipped step",
             EVALUATION: "in evaluation",
+            GENERATION: "in generation",
             BEGUN: "before the first step",
         }.get(str(self.step), when)
         when = "after steps of the model file's own" if self.kind == "optimizer" else when
@@ -187,7 +190,7 @@ class _Comparison:
         if plan.mode == TRAIN and reference.accumulated is not None:
             kinds.insert(2, "norm")
         kinds += ["optimizer"] if reference.stepped else []
-        kinds += ["output"] if reference.evaluated_outputs else []
+        kinds += ["output"] if reference.evaluated_outputs or reference.generated else []
         self.outcome = Verification(
             devices=plan.mesh.size,
             steps=steps,
@@ -234,6 +237,8 @@ class _Comparison:
                 self.outcome.problems.append("no batch was evaluated")
             for name, expected in self.reference.evaluated_outputs.items():
                 self.output(EVALUATION, name, expected)
+        for name, expected in self.reference.generated.items():
+            self.output(GENERATION, name, expected)
         self.parameters("parameter", "param", self.reference.parameters)
         self.parameters("optimizer", "stepped", self.reference.stepped)
         shared = {name: group for group in self.reference.ties for name in group}

@@ -23,13 +23,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.signature import named_outputs, own_loss
+from graphpar.frontend.signature import named_outputs, of_tokens, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource, is_plain
 from graphpar.ir.source import user_line
 from graphpar.runtime.debugging.fp64 import doubled, in_double
-from graphpar.runtime.manifest import ModelOutputInterface
+from graphpar.runtime.manifest import Manifest, ModelOutputInterface
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
 from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
 from graphpar.runtime.stages.model_outputs import join
@@ -65,6 +65,7 @@ class _Setting:
     offered: tuple[ModelOutputInterface, ...] = ()  # what it gives then, besides the loss
     rounded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the weights of products in 8 bits
     linear: Callable[..., Tensor] = F.linear
+    generating: Manifest | None = None  # what generates between steps of the program
     evaluated_layouts: Sequence[Sequence[int]] | None = None  # of evaluation, where the model is another program then
     decided: list[list[bool]] | None = (
         None  # where the program has one branch of each: what the conditions were in the first step
@@ -133,6 +134,7 @@ def run_reference(
     branches: bool = False,
     lengths: Sequence[int] = (),
     rounded: Mapping[str, Sequence[str]] | None = None,
+    generating: Manifest | None = None,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
@@ -147,6 +149,7 @@ def run_reference(
         evaluated_layouts: ``layouts`` of evaluation, where the program has other operators then.
         lengths: of the sequences of each of ``steps`` + 1 batches, where they vary.
         rounded: the weights of products in 8 bits, and how they are divided.
+        generating: what generates between steps; the logits of the last step's tokens are computed, too.
         branches: the program has one branch of each condition on values: batches for which the model takes another are left out.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
@@ -164,6 +167,7 @@ def run_reference(
         evaluates=evaluates,
         offered=tuple(offered),
         rounded=rounded or {},
+        generating=generating,
         evaluated_layouts=evaluated_layouts,
         decided=[] if branches else None,
     )
@@ -257,6 +261,8 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
     if setting.evaluates:
         _evaluate(setting, policy, reference)
+    if setting.generating is not None:
+        _generate(setting, setting.generating, policy, reference)
     if setting.stepping is not None:
         with in_double() if double else nullcontext():
             _step_own(setting.stepping, policy, reference)
@@ -461,6 +467,23 @@ def _evaluate(setting: _Setting, policy: Policy, reference: Reference) -> None:
         if setting.forward is None
     }
     reference.evaluated_outputs = reference.keep(reference.folder / "evaluated.safetensors", outputs)
+
+
+def _generate(setting: _Setting, program: Manifest, policy: Policy, reference: Reference) -> None:
+    """Compute the logits of the first of the last step's tokens, as many as the program takes at a time, with the parameters after it."""
+    modes = {module: module.training for module in policy.model.modules()}
+    policy.model.eval()
+    policy.begin()
+    (tokens,), (logits,) = program.inputs, program.outputs
+    source, _ = of_tokens(replace(setting.source, mode=GENERATE), policy.model, None)
+    given = {**source.kwargs, tokens.name: reference.batches[setting.steps - 1][tokens.name][: tokens.shape[0]]}
+    with nullcontext() if setting.shown is None else in_double(setting.shown), torch.no_grad(), policy.losses():
+        _, given = policy.inputs(((), given))
+        made = policy.model(**given)
+        found = dict(named_outputs(policy.outputs(made) if policy.precision.output_dtype else made))[logits.name]
+    for module, mode in modes.items():
+        module.training = mode
+    reference.generated = reference.keep(reference.folder / "generated.safetensors", {logits.name: found})
 
 
 def _loss(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:

@@ -59,6 +59,9 @@ class Reference:
     accumulated: Accumulated | None = None
     evaluated: float | None = None  # the loss of the last step's batch in evaluation, with the parameters after it
     evaluated_outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the model returns of it then
+    generated: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # the logits of its tokens then, where the program generates
     learning_rate: float = LEARNING_RATE
     momentum: float = MOMENTUM
     loss_scale: float | None = None  # for fp16: one that no gradient of these batches overflows with

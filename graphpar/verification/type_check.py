@@ -102,6 +102,16 @@ class CheckResult:
         """Whether no problem was found; operators may be unchecked."""
         return not self.problems
 
+    def with_other(self, other: CheckResult) -> CheckResult:
+        """Return this result with that of the program by which this one generates between steps."""
+        return CheckResult(
+            self.world_size,
+            self.stages,
+            self.operators_checked + other.operators_checked,
+            self.unchecked | other.unchecked,
+            [*self.problems, *(f"{GENERATE}/{problem}" for problem in other.problems)],
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``graphpar check --json`` prints."""
         return {
@@ -149,7 +159,7 @@ def check_folder(folder: str | Path) -> CheckResult:
                     received = _Stage(at, package, stage, axes, result, method).check(received)
         if program.mode == "train":
             result.problems += check_recomputed(program, package)
-    return result
+    return result if program.generates is None else result.with_other(check_folder(program.generates))
 
 
 @contextlib.contextmanager

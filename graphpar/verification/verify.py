@@ -173,6 +173,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
         branches=bool(manifest.branches),
         lengths=_lengths(manifest, steps + 1),
+        generating=_generating(manifest),
     )
 
 
@@ -195,6 +196,10 @@ def _tried(manifest: Manifest) -> list[int]:
     between = (least + most) // 2
     between += between % 2 == most % 2 and between + 1 < most  # else all lengths may be even, or all odd
     return [most, -(-least // multiple) * multiple, between // multiple * multiple or most]
+
+
+def _generating(manifest: Manifest) -> Manifest | None:
+    return None if manifest.generates is None else load_manifest(manifest.generates)
 
 
 def _evaluates(manifest: Manifest) -> bool:
@@ -238,6 +243,7 @@ def _subject(
         _evaluates(manifest),
         offered,
         tuple(lengths),
+        manifest.generates,
         *((plan.mesh, str(manifest.rounded_weights)) if manifest.rounded_weights else ()),
     )
     text = own.read_text(encoding="utf-8") if (own := folder / "optimizer.py").is_file() else None
@@ -259,6 +265,7 @@ def _subject(
             evaluated_layouts=manifest.evaluated_streams if manifest.evaluates_apart else None,
             branches=bool(manifest.branches),
             lengths=lengths,
+            generating=_generating(manifest),
         )
     return _Subject(folder, plan, shared[*key, text])
 
@@ -327,6 +334,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "double": double,
         "loss_scale": reference.loss_scale,
         "evaluates": reference.evaluated is not None,
+        "generates": bool(reference.generated),
         "gradients": [str(file) for file in reference.gradient_files] if reference.stepped else [],
     }
     (job / "job.json").write_text(json.dumps(record), encoding="utf-8")
@@ -345,8 +353,9 @@ def _widened(folder: Path, copy: Path) -> Path:
             return {key: names.get(item, item) if key == "dtype" else widened(item) for key, item in value.items()}
         return value
 
-    record = json.loads((copy / "plan.json").read_text(encoding="utf-8"))
-    (copy / "plan.json").write_text(json.dumps(record | {"interface": widened(record["interface"])}), encoding="utf-8")
+    for file in copy.rglob("plan.json"):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(record | {"interface": widened(record["interface"])}), encoding="utf-8")
     return copy
 
 

@@ -48,12 +48,12 @@ def main(folder: str, *programs: str) -> None:
 
 @contextmanager
 def messages() -> Iterator[dict[str, list[str]]]:
-    """Note over which groups activations and tokens go, by their dtype: integers are tokens."""
+    """Note over which groups activations and tokens go, by their dtype: tokens go with log-probabilities in float64."""
     sent: dict[str, list[str]] = {"activations": [], "tokens": []}
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: torch.Tensor, *args: Any, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
-            kind = "activations" if tensor.is_floating_point() else "tokens"
+            kind = "tokens" if tensor.dtype == torch.float64 else "activations"
             sent[kind].append("" if group is None else group.group_name)
             return function(tensor, *args, group=group, **options)
 

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
@@ -103,13 +104,19 @@ class Problem:
     of: dict[fx.Node, Operator] = field(default_factory=dict)
 
 
-def build_problem(program: Program, degrees: Mapping[str, int]) -> Problem:
-    """Build the problem of ``program`` on the axes ``degrees`` (each larger than 1)."""
-    return _Builder(program, degrees).build()
+def build_problem(
+    program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]] = MappingProxyType({})
+) -> Problem:
+    """Build the problem of ``program`` on the axes ``degrees`` (each larger than 1).
+
+    Args:
+        stored: types of parameters that are known, in which operators may read them though no neighbour shards them so.
+    """
+    return _Builder(program, degrees, stored).build()
 
 
 class _Builder:
-    def __init__(self, program: Program, degrees: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]]) -> None:
         self.program = program
         self.degrees = dict(degrees)
         self.axes = tuple(degrees)
@@ -120,7 +127,7 @@ class _Builder:
         self.operators: dict[fx.Node, Operator] = {}
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.shards: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
-        self.stored_groups = self._stored_groups()
+        self.stored_groups = self._stored_groups(stored)
         self.links = [
             *self._boundaries(),
             *(((first, 0), (other, 0)) for (first, *others), _ in self.stored_groups for other in others),
@@ -157,7 +164,7 @@ class _Builder:
             self.operators,
         )
 
-    def _stored_groups(self) -> list[tuple[list[fx.Node], int]]:
+    def _stored_groups(self, stored: Mapping[str, Mapping[str, Type]]) -> list[tuple[list[fx.Node], int]]:
         """Return groups of nodes whose parameters must be stored in the same types, each with its number of distinct parameters."""
         readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
         groups: dict[fx.Node, list[fx.Node]] = {}
@@ -167,7 +174,11 @@ class _Builder:
                     continue
                 groups[node] = [node]
                 for prefix in self.program.prefixes(scope):
-                    readers.setdefault(self.program.tie_of(f"{prefix}{node.target}")[0], []).append(node)
+                    name = f"{prefix}{node.target}"
+                    readers.setdefault(self.program.tie_of(name)[0], []).append(node)
+                    for axis, shards in zip(self.axes, self.shards):
+                        if isinstance(kind := stored.get(name, {}).get(axis), Shard):
+                            shards.setdefault((node, 0), {})[kind] = None
         for first, *others in readers.values():
             for other in others:
                 if groups[other] is not groups[first]:

@@ -68,7 +68,7 @@ def problem_of(program: Program, sharding: Sharding, rows: int, seen: Seen | Non
     """Return the problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
     if not sharding.degrees:
         return None
-    return build_problem(prepared(program, sharding, rows, seen), sharding.degrees)
+    return build_problem(prepared(program, sharding, rows, seen), sharding.degrees, sharding.parameters)
 
 
 def shard(program: Program, sharding: Sharding) -> Program:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,13 @@ TOKENS = 2048
 """Of a window, all sequences together: a long prompt goes through the stages in windows of at most so many."""
 
 
+class Answer(NamedTuple):
+    """The tokens that follow a prompt, and the log-probability that the model gives each of them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
 @dataclass
 class _Group:
     """Sequences that go through the stages together.
@@ -45,7 +52,8 @@ class _Group:
         limits: how many tokens each has in the end, at most.
         caches: of each of this rank's stages, while it is in flight.
         position: how many positions the caches have.
-        pending: the tokens that are on their way to this rank.
+        logprobs: of the new tokens of each so far.
+        pending: the tokens that are on their way to this rank, with their log-probabilities.
     """
 
     numbers: list[int]
@@ -55,6 +63,7 @@ class _Group:
     caches: list[Any] = field(default_factory=list)
     position: int = 0
     ended: list[bool] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
     pending: tuple[dist.Work | None, Tensor] | None = None
 
     @property
@@ -67,10 +76,11 @@ class _Group:
         return all(self.ended)
 
     @property
-    def found(self) -> dict[int, list[int]]:
+    def found(self) -> dict[int, Answer]:
         """The new tokens of each sequence, by its number."""
         return {
-            number: self.sequences[row][self.prompts[row] : self.limits[row]] for row, number in enumerate(self.numbers)
+            number: Answer(self.sequences[row][self.prompts[row] : self.limits[row]], self.logprobs[row])
+            for row, number in enumerate(self.numbers)
         }
 
 
@@ -134,7 +144,7 @@ class Generator:
         seed: int,
         show: Callable[[int, int], None] | None,
         choice: Mapping[str, Any],
-    ) -> list[list[int]]:
+    ) -> list[Answer]:
         """Check what :meth:`graphpar.runtime.pipeline.Pipeline.generate` was asked, and do it."""
         with agreed():
             request = requested(self.program, prompts, new_tokens, mask, seed, choice)
@@ -149,7 +159,7 @@ class Generator:
         sampling: Sampling,
         ends: frozenset[int],
         show: Callable[[int, int], None] | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Answer]:
         """Return the tokens that follow each prompt, at most ``new_tokens``, up to and with one of ``ends``; on every rank the same.
 
         Args:
@@ -157,7 +167,7 @@ class Generator:
         """
         waiting = self._groups(prompts, new_tokens)
         left: list[_Group] = []
-        own: dict[int, list[int]] = {}
+        own: dict[int, Answer] = {}
         self.cache_bytes = 0
         while waiting or left:
             while waiting and len(left) < self.program.microbatches:
@@ -179,8 +189,8 @@ class Generator:
         return self._of_all_replicas(own, len(prompts), show)
 
     def _of_all_replicas(
-        self, own: Mapping[int, list[int]], prompts: int, show: Callable[[int, int], None] | None
-    ) -> list[list[int]]:
+        self, own: Mapping[int, Answer], prompts: int, show: Callable[[int, int], None] | None
+    ) -> list[Answer]:
         """Return the new tokens of every sequence; ``show`` those that other replicas chose."""
         replicas = self.groups["batch"]
         found = dict(own)
@@ -188,7 +198,7 @@ class Generator:
             found |= others
         if show is not None:
             for number in sorted(set(found) - set(own)):
-                for token in found[number]:
+                for token in found[number].tokens:
                     show(number, token)
         return [found[number] for number in range(prompts)]
 
@@ -204,33 +214,36 @@ class Generator:
             ended = [len(sequence) >= limit for sequence, limit in zip(sequences, limits)]
             ended[len(numbers) :] = [True] * (self.rows - len(numbers))
             lengths = list(map(len, sequences))
-            groups.append(_Group(numbers, sequences, lengths, limits, ended=ended))
+            groups.append(_Group(numbers, sequences, lengths, limits, ended=ended, logprobs=[[] for _ in filled]))
         return groups
 
     def _choose(self, group: _Group, logits: Tensor | None, sampling: Sampling) -> None:
         """Choose the tokens after the window where the last stage is, and send them to the other ranks."""
         if logits is None:
-            tokens = torch.empty(self.rows, dtype=torch.int64, device=self.device)
+            chosen = torch.empty(2, self.rows, dtype=torch.float64, device=self.device)
         else:
             known = [sequence[: group.position] for sequence in group.sequences]
             numbers = (group.numbers + group.numbers[:1] * self.rows)[: self.rows]
             tokens = sampling.tokens(logits[:, -1], known, numbers)
+            logprobs = logits[:, -1].float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+            chosen = torch.stack([tokens.double(), logprobs.double()])  # one message; ids are exact in float64
             for axis in self._placed:
                 if (ranks := self.groups[axis]) is not None:
-                    dist.broadcast(tokens, src=dist.get_global_rank(ranks, 0), group=ranks)
+                    dist.broadcast(chosen, src=dist.get_global_rank(ranks, 0), group=ranks)
         work: dist.Work | None = None
         if self._chosen is not None:
             last = self.groups.rank_at(pp=self._last)
-            work = dist.broadcast(tokens, src=last, group=self._chosen, async_op=True)
-        group.pending = work, tokens
+            work = dist.broadcast(chosen, src=last, group=self._chosen, async_op=True)
+        group.pending = work, chosen
 
     def _take(self, group: _Group, ends: frozenset[int], show: Callable[[int, int], None] | None) -> None:
         """Append the tokens to the sequences that have no other at that place."""
         assert group.pending is not None
-        work, tokens = group.pending
+        work, chosen = group.pending
         if work is not None:
             work.wait()
-        for row, token in enumerate(tokens.tolist()):
+        for row, (number, logprob) in enumerate(zip(*chosen.tolist())):
+            token = int(number)
             sequence = group.sequences[row]
             if len(sequence) > group.position:
                 continue
@@ -238,6 +251,7 @@ class Generator:
                 sequence.append(token)  # computed and not shown
                 continue
             sequence.append(token)
+            group.logprobs[row].append(logprob)
             if show is not None:
                 show(group.numbers[row], token)
             group.ended[row] = token in ends or len(sequence) >= group.limits[row]

@@ -200,13 +200,16 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
                 outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
                 results.keep(f"output_{step}", {f"output/{step}/{name}": value for name, value in outputs.items()})
             if pipeline.program.mode == GENERATE:
-                _check_generated(pipeline, load_file(job["batches"][job["steps"] - 1]))
+                (tokens,) = load_file(job["batches"][job["steps"] - 1]).values()
+                _check_generated(pipeline, tokens)
         else:
             _train(pipeline, job, results)
             buffers = {f"buffer/{name}": value for name, value in _buffers(pipeline)}
             results.keep("state", _parameters(pipeline, "param") | buffers)
             if job.get("evaluates"):
                 _evaluate(pipeline, load_file(job["batches"][job["steps"] - 1]), results)
+            if job.get("generates"):
+                _generate(pipeline, load_file(job["batches"][job["steps"] - 1]), results)
             if job.get("gradients"):
                 _step_own(pipeline, job["gradients"])
                 results.keep("stepped", _parameters(pipeline, "stepped"))
@@ -225,22 +228,31 @@ def _evaluate(pipeline: Pipeline, batch: Mapping[str, Tensor], results: _Results
         results.keep("evaluated", {f"output/evaluation/{name}": value for name, value in found.items()})
 
 
-def _check_generated(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
+def _generate(pipeline: Pipeline, batch: Mapping[str, Tensor], results: _Results) -> None:
+    """Keep the logits of the first tokens of a batch, computed as between steps, and check what continues them."""
+    assert pipeline.between is not None
+    (given,), (logits,) = pipeline.between.program.inputs, pipeline.between.program.outputs
+    tokens = batch[given.name][: given.shape[0]]
+    if (found := pipeline.logits(tokens)) is not None:
+        results.keep("generated", {f"output/generation/{logits.name}": found})
+    _check_generated(pipeline, tokens)
+
+
+def _check_generated(pipeline: Pipeline, tokens: Tensor) -> None:
     """Continue prompts of several lengths, and check that each new token is the likeliest by the logits of the whole sequence.
 
     Raises:
         AgreedError: one is not, by more than rounding.
     """
-    ((name, tokens),) = batch.items()
     tokens = tokens.clone()
     half = tokens.size(1) // 2
     prompts = [row[: max(1, half - number % 3)].tolist() for number, row in enumerate(tokens)]
     found = pipeline.generate(prompts, min(GENERATED, half), do_sample=False, repetition_penalty=1.0)
     for row, prompt, new in zip(tokens, prompts, found):
         row[len(prompt) : len(prompt) + len(new)] = torch.tensor(new)
-    outputs = pipeline.infer({name: tokens})
+    logits = pipeline.logits(tokens)
     with agreed():
-        for logits in (outputs or {}).values():
+        if logits is not None:
             for number, (prompt, new) in enumerate(zip(prompts, found)):
                 _check_likeliest(logits[number, len(prompt) - 1 :][: len(new)], new, f"sequence {number}", len(prompt))
 

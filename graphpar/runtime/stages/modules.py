@@ -184,9 +184,10 @@ def materialise(
     device: torch.device,
     working: Mapping[str, torch.dtype] = MappingProxyType({}),
     home: torch.device | None = None,
+    lent: Collection[str] = (),
 ) -> None:
-    """Give every parameter and buffer memory on ``device``, shards on ``home``; those of ``working`` in these dtypes, with gradients in
-    their own.
+    """Give every parameter and buffer but those of ``lent`` memory on ``device``, shards on ``home``; those of ``working`` in these dtypes,
+    with gradients in their own.
 
     ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
     """
@@ -204,9 +205,11 @@ def materialise(
                     made[id(tensor)].grad_dtype = tensor.dtype
         return made[id(tensor)]
 
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for slots in cast(tuple[dict[str, Any], ...], (owner._parameters, owner._buffers)):
-            slots.update({name: empty(tensor) for name, tensor in slots.items() if tensor is not None})
+            for name, tensor in slots.items():
+                if tensor is not None and (f"{path}.{name}" if path else name) not in lent:
+                    slots[name] = empty(tensor)
 
 
 def stage_function(package: str, stage: StageInterface, name: str) -> Callable[..., Any]:

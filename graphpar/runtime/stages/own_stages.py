@@ -5,7 +5,7 @@ stage_0.py ──► a module without memory ──ZeRO 2, 3: its units as FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class OwnStages:
     Args:
         backend: of ``torch.compile``, which compiles their blocks; None: they run as they are.
         host: where what the plan says is moved; None: nowhere, since the device is the host, or the plan says nothing.
+        lent: names of parameters and buffers that get no memory, since another program's are used.
 
     Attributes:
         home: the device on which shards of parameters and their gradients live: the host's memory, or that of this rank's device.
@@ -53,8 +54,15 @@ class OwnStages:
     """
 
     def __init__(
-        self, program: Manifest, groups: Groups, device: torch.device, backend: str | None, host: Host | None
+        self,
+        program: Manifest,
+        groups: Groups,
+        device: torch.device,
+        backend: str | None,
+        host: Host | None,
+        lent: Collection[str] = (),
     ) -> None:
+        self._lent = lent
         self.program, self.groups, self._device, self._backend = program, groups, device, backend
         self.package = emitted_package(program)
         bind_collectives(program, self.package, groups)
@@ -92,7 +100,7 @@ class OwnStages:
         if program.fully_sharded:
             units = self._function(interface, "fully_shard_units")
             fully_shard_stage(stage, units, self.groups, self._device, program, self._shards_on_host)
-        materialise(stage, self._device, program.working, self.home)
+        materialise(stage, self._device, program.working, self.home, self._lent)
         hold_new_memory(stage)
         return stage, casts
 

@@ -90,8 +90,8 @@ class Replicated:
     def end_step(self) -> None:
         """Note the values and gradients that a step left behind."""
 
-    def gather(self) -> None:
-        """Gather parameters for a forward that no table of a schedule gathers them for; a collective call there."""
+    def gather(self, always: bool = False) -> None:
+        """Gather parameters for a forward that no table of a schedule gathers them for, or ``always``; a collective call there."""
 
     def free(self) -> None:
         """Free what is gathered."""
@@ -116,8 +116,8 @@ class FullySharded(Replicated):
     def begin_microbatch(self, stage: nn.Module, *, accumulate: bool, last: bool) -> None:
         begin_microbatch(stage, reduces=not accumulate, frees=self.program.zero == 3 or last)
 
-    def gather(self) -> None:
-        for stage in self.stages if self.program.gathers_by_table else ():
+    def gather(self, always: bool = False) -> None:
+        for stage in self.stages if always or self.program.gathers_by_table else ():
             gather(stage)
 
     def free(self) -> None:

@@ -1,0 +1,167 @@
+"""A program that trains and generates learns from its own samples as an eager loop does, on any ranks, with one set of weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphpar as gp
+from examples import grpo
+from graphpar.errors import GraphparError
+from graphpar.runtime.generation.prompts import Sampling
+from graphpar.verification.type_check import check_folder
+from tests.models import actor_critic, architectures
+from tests.ranks import between_steps_script
+from tests.tools.rank_pool import RankPool
+
+SCRIPT = Path(between_steps_script.__file__)
+
+
+def parts_of(module: Any, asked: dict[str, Any], **options: Any) -> gp.Parts:
+    some = grpo.batch_of(grpo.prompts_of(0), *[[[0] * grpo.LENGTH] * (grpo.PROMPTS * grpo.GROUP)] * 2)
+    if module is actor_critic:
+        some = actor_critic.batch_of(*[[[0] * actor_critic.NEW] * len(actor_critic.PROMPTS)] * 2)
+    tokens, *targets = some.values()
+    program = gp.export(
+        module.model, (tokens,), loss_fn=module.loss_fn, targets=tuple(targets), mode="train,generate", **options
+    )
+    return gp.partition(program, gp.plan(program, **asked), optimizer=grpo.__file__ if module is grpo else None)
+
+
+def eager(steps: int) -> list[tuple[float, float]]:
+    """What the example does, with the model itself: all tokens again for each new one."""
+    model, found = grpo.model(), []
+    optimizer = grpo.optimizer(model.parameters())
+    for step in range(steps):
+        prompts = grpo.prompts_of(step)
+        sequences, logprobs = [list(prompt) for prompt in prompts], [[] for _ in prompts]  # type: ignore[var-annotated]
+        for _ in range(grpo.LENGTH):
+            with torch.no_grad():
+                logits = model(torch.tensor(sequences))["logits"][:, -1]
+            tokens = Sampling(do_sample=True, seed=step).tokens(logits, sequences, range(len(prompts)))
+            chosen = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+            for sequence, own, token, logprob in zip(sequences, logprobs, tokens.tolist(), chosen.tolist()):
+                sequence.append(token)
+                own.append(logprob)
+        answers = [sequence[-grpo.LENGTH :] for sequence in sequences]
+        batch = grpo.batch_of(prompts, answers, logprobs)
+        targets = (batch[name] for name in ("chosen", "sampled", "advantage", "mask"))
+        loss = grpo.loss_fn(model(batch["tokens"]), *targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((grpo.rewards_of(prompts, answers).mean().item(), loss.item()))
+    return found
+
+
+def check(cases: dict[str, dict[str, Any]], ranks: int, steps: int, folder: Path, pool: RankPool) -> None:
+    for name, asked in cases.items():
+        parts_of(grpo, asked).save(folder / name, weights=grpo.model().state_dict())
+    pool.torchrun(SCRIPT, [str(folder), str(steps), *cases], nproc=ranks, timeout_s=300)
+    expected = eager(steps)
+    for name in cases:
+        for rank in range(ranks):
+            found = json.loads((folder / f"{name}-rank_{rank}.json").read_text())
+            assert [reward for reward, _ in found] == [reward for reward, _ in expected], (name, rank)
+            losses = [loss for _, loss in found]
+            assert losses == pytest.approx([loss for _, loss in expected], abs=1e-5), (name, rank)
+
+
+def test_on_one_rank(pool: RankPool, tmp_path: Path) -> None:
+    check({"one": {"mesh": {"pp": 1}}}, 1, 4, tmp_path, pool)
+
+
+@pytest.mark.costly
+def test_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
+    cases = {"pp": {"mesh": {"pp": 2}}, "tp": {"mesh": {"tp": 2}}, "zero 3": {"mesh": {"dp_shard": 2}}}
+    check(cases, 2, 4, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_on_four_ranks(pool: RankPool, tmp_path: Path) -> None:
+    cases = {
+        "pp x tp": {"mesh": {"pp": 2, "tp": 2}},
+        "pp x zero 3": {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 3},
+        "zero 1": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "zero": 1},
+        "cp": {"mesh": {"dp_replicate": 2, "cp": 2}},
+        "zero bubble": {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "ZBVZeroBubble"},
+        "interleaved": {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "Interleaved1F1B"},
+    }
+    check(cases, 4, 6, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_the_reward_rises(pool: RankPool, tmp_path: Path) -> None:
+    parts_of(grpo, {"mesh": {"pp": 2}}).save(tmp_path / "long", weights=grpo.model().state_dict())
+    pool.torchrun(SCRIPT, [str(tmp_path), "100", "long"], nproc=2, timeout_s=400)
+    rewards = [reward for reward, _ in json.loads((tmp_path / "long-rank_0.json").read_text())]
+
+    assert sum(rewards[:10]) / 10 < 0.3, rewards
+    assert sum(rewards[-10:]) / 10 > 0.55, rewards
+
+
+@pytest.mark.costly
+def test_log_probabilities_are_those_of_a_step(pool: RankPool, tmp_path: Path) -> None:
+    """Those of evaluation are equal bit for bit, those of sampling but for rounding."""
+    state = actor_critic.model().state_dict()
+    cases: dict[str, tuple[dict[str, Any], str, float]] = {
+        "gap pp": ({"mesh": {"pp": 2}}, "fp32", 1e-5),
+        "gap zero 3": ({"mesh": {"dp_shard": 2}}, "fp32", 1e-5),
+        "gap bf16": ({"mesh": {"pp": 2}}, "bf16", 5e-2),
+    }
+    for name, (asked, dtype, _) in cases.items():
+        parts_of(actor_critic, asked, dtype=dtype, evaluates=True).save(tmp_path / name, weights=state)
+    pool.torchrun(SCRIPT, [str(tmp_path), "0", *cases], nproc=2, timeout_s=300)
+    for name, (_, _, allowed) in cases.items():
+        found = json.loads((tmp_path / f"{name}-rank_1.json").read_text())
+        assert found["step before"] == found["step after"] == 0.0, (name, found)
+        assert max(found["sampled before"], found["sampled after"]) < allowed, (name, found)
+
+
+def test_types_of_both_programs_are_checked(tmp_path: Path) -> None:
+    folder = parts_of(grpo, {"mesh": {"pp": 2, "tp": 2}}).save(tmp_path / "out")
+    assert check_folder(folder).ok
+    stage = folder / "generate" / "stage_1.py"
+    assert "all_reduce" in (text := stage.read_text() + (folder / "generate" / "blocks.py").read_text())
+    blocks = folder / "generate" / "blocks.py"
+    blocks.write_text(blocks.read_text().replace("all_reduce(", "all_gather(", 1))
+
+    problems = check_folder(folder).problems
+    assert problems and all(problem.startswith("generate/") for problem in problems), (problems, text)
+
+
+@pytest.mark.costly
+def test_verify_finds_a_fault_in_generation(tmp_path: Path) -> None:
+    parts = parts_of(grpo, {"mesh": {"pp": 2}})
+    assert (honest := gp.verify(parts, steps=1)).ok, honest
+    stage = parts.folder / "generate" / "stage_1.py"
+    stage.write_text(stage.read_text() + FAULT)
+
+    wrong = gp.verify(parts, steps=1)
+    assert not wrong.ok and wrong.worst["output"] == "logits", wrong
+    assert "in generation" in str(wrong.first_difference), wrong
+
+
+FAULT = """
+
+_forward = Stage1.forward
+Stage1.forward = lambda self, hidden, **inputs: _forward(self, hidden.flip(-1), **inputs)
+"""
+"""Emitted code that computes with something else than it received."""
+
+
+def test_what_can_not_generate_is_refused() -> None:
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    with pytest.raises(GraphparError, match="returns no loss; give loss_fn"):
+        gp.export(grpo.GPT, (ids[:, : grpo.POSITIONS],), mode="train,generate")
+    mixtral = architectures.program_of("mixtral").source
+    assert mixtral is not None
+    program = gp.export(
+        mixtral.model, kwargs=mixtral.kwargs, loss_fn=mixtral.loss_fn, targets=mixtral.targets, mode="train,generate"
+    )
+    with pytest.raises(GraphparError, match="mesh dp_expert=2 is for training"):
+        gp.partition(program, gp.plan(program, mesh={"dp_expert": 2}))
