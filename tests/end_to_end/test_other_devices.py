@@ -312,6 +312,11 @@ class _Nodes:
                 os.kill(pid, signal.SIGKILL)
         node.wait(60)
 
+    def listens(self) -> bool:
+        """Whether a node can be found at the port where they meet."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(self._environment["PORT"]))) == 0
+
     def ranks(self) -> int:
         """How many ranks there are, as the ranks of all nodes have been told; 0 where they disagree."""
         told = [self._told(node) for node in self.up]
@@ -364,7 +369,7 @@ def test_training_goes_on_when_nodes_are_lost_and_come_back(
     with _bounded(nodes):
         nodes.add()
         if kept:
-            time.sleep(15)  # it is the one where they meet
+            _until(nodes.listens, nodes)  # it is the one where they meet
         for _ in range(3):
             nodes.add()
         go_on(4)
