@@ -45,7 +45,7 @@ from graphpar.passes.step import Step
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
-from graphpar.runtime.option_kinds import GENERATE, INFER, SEQ, TRAIN, TRAIN_GENERATE, Seq
+from graphpar.runtime.option_kinds import GENERATE, INFER, SCRIPTS, SEQ, TRAIN, TRAIN_GENERATE, Seq
 from graphpar.runtime.options import Request, options_of
 from graphpar.text import as_page, as_text
 
@@ -322,7 +322,8 @@ def printed(
         below = model_file if model_file is None or "/" not in model_file else f"../{model_file}"
         generates = emit_package(other.emitted[0], other.plan, other.emitted[1], below)
         compilation = replace(compilation, generating=replace(other, package=generates))
-        own = {name: text for name, text in generates.files.items() if not name.startswith("launch.")}
+        apart = ("launch.", SCRIPTS[GENERATE])  # what runs it by itself
+        own = {name: text for name, text in generates.files.items() if not name.startswith(apart)}
         files = files | {f"{GENERATE}/{name}": text for name, text in own.items()}
     done = replace(compilation, package=package)
     if local.no_eval is not None and local.source is not None and local.source.evaluates:

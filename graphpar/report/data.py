@@ -223,9 +223,14 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             f"{bytes_text(missing)} too little; offload less, or take more nodes."
         )
     if predicted.missing_bytes > 0:
+        why = "It is used because it is pinned; leave axes of the mesh to the search, or choose other hardware (--cluster)."
+        if isinstance(plan, Planned) and plan.found is not None:
+            why = (
+                "A step fits, but not generation between steps: give an example of fewer rows or positions, a smaller --batch, or "
+                "--memory-headroom, which the search leaves free."
+            )
         data["misfits"] += [
-            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It is used because it "
-            "is pinned; leave axes of the mesh to the search, or choose other hardware (--cluster)."
+            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. {why}"
         ]
     return data
 

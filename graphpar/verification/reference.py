@@ -477,7 +477,8 @@ def _generate(setting: _Setting, program: Manifest, policy: Policy, reference: R
     (tokens,), (logits,) = program.inputs, program.outputs
     source, _ = of_tokens(replace(setting.source, mode=GENERATE), policy.model, None)
     given = {**source.kwargs, tokens.name: reference.batches[setting.steps - 1][tokens.name][: tokens.shape[0]]}
-    with nullcontext() if setting.shown is None else in_double(setting.shown), torch.no_grad(), policy.losses():
+    alone = replace(setting, microbatched=False, decided=None)
+    with alone.as_planned(setting.steps + 1, evaluates=True), torch.no_grad(), policy.losses():
         _, given = policy.inputs(((), given))
         made = policy.model(**given)
         found = dict(named_outputs(policy.outputs(made) if policy.precision.output_dtype else made))[logits.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import re
@@ -238,7 +239,7 @@ def test_variables_that_an_import_sets_are_no_change(
 @pytest.mark.costly
 def test_broken_entries_are_traced_again(trace: Callable[..., tuple[Program, CaptureCache]], tmp_path: Path) -> None:
     trace(MODEL.format(before="", layers=2))
-    (entry,) = (tmp_path / "cache").glob("*.capture")
+    (entry,) = (tmp_path / "cache").rglob("*.capture")
     entry.write_bytes(entry.read_bytes()[:-100])
 
     program, cache = trace()
@@ -514,6 +515,51 @@ def test_commands_write_the_same_with_and_without_a_kept_capture(
     assert refused[0] == refused[1]
 
 
+TOKENS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens, labels=None):
+        logits = self.head(self.embed(tokens))
+        found = {} if labels is None else {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {**found, "logits": logits}
+
+
+def model():
+    return Model()
+
+
+def example_inputs():
+    return {"tokens": torch.zeros(4, 6).long(), "labels": torch.zeros(4, 6).long()}
+"""
+
+
+@pytest.mark.costly
+def test_kept_captures_generate_from_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(this_machine.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(this_machine, "profile_path", lambda: None)
+    (tmp_path / "model.py").write_text(TOKENS)
+    found = []
+    for number, options in enumerate(("--no-cache", "--mesh pp=1", "--mesh pp=1", "--mesh dp_replicate=2")):
+        forget_imports(monkeypatch)
+        command = ["compile", "model.py", *options.split(), "--mode", "train,generate", "-o", f"out{number}"]
+        assert main(command) == 0, capsys.readouterr().err
+        found.append((tmp_path / f"out{number}" / "generate" / "plan.json").read_text())
+    assert found[0] == found[1] == found[2] != found[3]
+    shapes = [json.loads(text)["interface"]["inputs"][0]["shape"] for text in (found[0], found[3])]
+    assert shapes == [[4, 6], [4, 6]]
+
+
 OWN_OPERATOR = """
 import torch
 from torch import nn
@@ -556,6 +602,6 @@ def test_other_processes_take_what_one_has_kept(tmp_path: Path) -> None:
     entries = []
     for _ in range(2):
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
-        (entry,) = (tmp_path / "cache").glob("*.capture")
+        (entry,) = (tmp_path / "cache").rglob("*.capture")
         entries.append(entry.stat().st_ino)
     assert entries[0] == entries[1]
