@@ -45,7 +45,6 @@ from graphpar.runtime.checkpoints.saved_state import State
 from graphpar.runtime.checkpoints.tensor_chunks import Box, Entry
 from graphpar.runtime.checkpoints.weights import known_as, listed, names_by_tie, own_name
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.option_kinds import TRAIN
 
 FEW = 4
 """At most one in so many different values of processes travel one by one."""
@@ -277,10 +276,9 @@ def _needed(
         offered = {each: (name, shape) for own in offers for name, names, shape in own for each in names}
         entries = receiver.entries(offered)
         return entries, {name: Held.of(entry, (name,)) for name, entry in entries.items()}
-    entries, trains = _entries(receiver), receiver.program.mode == TRAIN
+    entries = _entries(receiver)
     return entries, {
-        name: replace(Held.of(entry, _names(receiver, name)), rounds=entry.frozen or not trains)
-        for name, entry in entries.items()
+        name: replace(Held.of(entry, _names(receiver, name)), rounds=entry.frozen) for name, entry in entries.items()
     }
 
 
