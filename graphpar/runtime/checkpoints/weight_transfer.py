@@ -349,6 +349,8 @@ def engine_tensors(
     offered = {each: rest for every in channel.gathered(own) for each, *rest in every}
     with channel.agreed():
         made = targets(read_mapping(mapping), {name: shape for name, (_, shape, _) in offered.items()})
+        if strange := [rank for rank in ranks or () if rank not in range(channel.group.size())]:
+            raise RuntimeProgramError(f"there is no rank {strange[0]} among {channel.group.size()} that could receive")
         if left := left_over(made, offered):
             raise RuntimeProgramError(f"the mapping {mapping} leaves out {listed(left)}")
     shapes, places = {name: shape for name, (_, shape, _) in offered.items()}, dict.fromkeys(AXES, (0, 1))
