@@ -294,3 +294,9 @@ def test_ranks_that_do_not_meet_are_a_sentence(launched: Callable[[Mapping[str, 
 def test_another_number_of_ranks_than_the_plan_s_is_refused_before_they_meet() -> None:
     with pytest.raises(RuntimeProgramError, match=r"runs on 2 ranks \(pp=2\), but 4 were started.*--nproc-per-node 2"):
         check_size(4, {"pp": 2}, "train.py")
+
+
+def test_a_rank_outside_its_group_is_refused(launched: Callable[[Mapping[str, str]], None]) -> None:
+    launched({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(RuntimeProgramError, match="rank 0 of 4 is in no group of 2 ranks from rank 1 on"):
+        distributed._join(1.0, "cpu", None, (1, 2))

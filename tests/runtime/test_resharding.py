@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpar.runtime import RuntimeProgramError
-from graphpar.runtime.checkpoints.resharding import Held, Region, Resharding
+from graphpar.runtime.checkpoints.resharding import Held, Layout, Region, Resharding
 from graphpar.runtime.checkpoints.tensor_chunks import Box
 
 
@@ -71,7 +72,8 @@ def test_drawn_divisions(seed: int) -> None:
         [{name: own[name] for name in own if name in shapes} for own in side] for side in (senders, receivers)
     )
     nodes = [f"node {place // 2}" for place in range(count)]
-    resharding = Resharding(senders, receivers, nodes, strict=False)
+    sides = ([pickle.loads(pickle.dumps(Layout(own))) for own in side] for side in (senders, receivers))
+    resharding = Resharding(*sides, nodes, strict=False)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     outgoing = [move for place in range(count) for move in resharding.of(place)[0]]
     incoming = [move for place in range(count) for move in resharding.of(place)[1]]
