@@ -117,10 +117,12 @@ def test_a_pipeline_gives_a_tensor_parallel_program_its_weights(
     pool: RankPool, programs: Programs, tmp_path: Path
 ) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2 x pp2"])
-    (found,) = moved_within(pool, programs, tmp_path, "17", train, programs.folder("17", "infer", "bf16", GIVEN["tp4"]))
+    given = programs.folder("17", "infer", "bf16", GIVEN["tp4"])
+    (found,) = moved_within(pool, programs, tmp_path, "17", train, given, checkpoint=True)
     assert "error" not in found, found
     sent = load_file(tmp_path / "sent.safetensors")
     assert_equal(load_file(tmp_path / "0.safetensors"), sent, "")
+    assert_equal(load_file(tmp_path / "0_loaded.safetensors"), sent, "loaded, and rounded alike")
     # Rows of 4 ranks: a rank of stage 0 has half of layer 0, so of its quarter nothing moves, or all of it.
     assert 0 < found["moved"] == found["least"] < 4 * 2 * sum(map(Tensor.numel, sent.values()))
 
@@ -152,7 +154,8 @@ def test_adapters_are_added_to_what_the_base_model_receives(
         programs.folder("17", "infer", "bf16", GIVEN["tp4"]),
         programs.folder("17", "adapters", "fp32", {"mesh": {"tp": 2, "pp": 2}, "microbatch_size": 2}),
     ]
-    found = moved_within(pool, programs, tmp_path, "17", train, *targets)
+    files = {"mapping": "hf", "dtype": "float32", "ranks": [1], "bucket_bytes": 2_000}
+    found = moved_within(pool, programs, tmp_path, "17", train, *targets, engines=[files])
     merged, sent = (load_file(tmp_path / f"{name}.safetensors") for name in ("merged", "sent"))
     changed = [
         name
@@ -163,6 +166,8 @@ def test_adapters_are_added_to_what_the_base_model_receives(
     assert all(each["moved"] == each["least"] for each in found)
     assert_equal(load_file(tmp_path / "0.safetensors"), merged, "merged")
     assert_equal(load_file(tmp_path / "1.safetensors"), sent, "with adapters")
+    own = {name: value for name, value in merged.items() if name != "head.weight"}  # the same as that of tokens
+    assert_equal(load_file(tmp_path / "engine_0_1.safetensors"), own, "for an engine")
 
 
 @pytest.mark.costly

@@ -47,6 +47,10 @@ def within(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
                     continue
                 receiver.save_weights(out / f"{number}.safetensors")
                 version = receiver.weights_version
+                if job.get("checkpoint"):  # the same from a disk
+                    sender.save_checkpoint(out / "checkpoint", step=job["steps"])
+                    receiver.load_checkpoint(out / "checkpoint")
+                    receiver.save_weights(out / f"{number}_loaded.safetensors")
                 found.append({"moved": moved.moved_bytes, "least": moved.least_bytes, "version": version})
         sender.save_weights(out / "sent.safetensors")
         for number, engine in enumerate(job.get("engines", [])):

@@ -88,6 +88,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         EngineTensors("fused", whole, tp=(0, 2)).entries(offered)
     with pytest.raises(RuntimeProgramError, match=r"makes no k_scale of what is sent"):
         EngineTensors("fused", {"k_scale": torch.zeros(1)}).entries(offered)
+    one = torch.zeros(128, 16)
+    with pytest.raises(
+        RuntimeProgramError, match=r"model.embed_tokens.weight and lm_head.weight are one tensor in the engine"
+    ):
+        EngineTensors("fused", {"model.embed_tokens.weight": one, "lm_head.weight": one}).entries(offered)
+    tied = {name: (name.replace("lm_head", "model.embed_tokens"), value.shape) for name, value in weights.items()}
+    assert EngineTensors("fused", {"model.embed_tokens.weight": one, "lm_head.weight": one}).entries(tied)
+    with pytest.raises(RuntimeProgramError, match=r"norm.weight have 8 bits"):
+        EngineTensors("fused", {"model.norm.weight": torch.zeros(16, dtype=torch.float8_e4m3fn)})
     square = {"h.0.attn.c_proj.weight": torch.zeros(4, 4)}  # vLLM transposes it
     with pytest.raises(RuntimeProgramError, match=r"makes no h.0.attn.c_proj.weight of what is sent"):
         EngineTensors("fused", square).entries({name: (name, value.shape) for name, value in square.items()})

@@ -318,3 +318,9 @@ def test_a_start_sees_no_keys_of_earlier_ones() -> None:
     assert [each.get("key") for each in second] == [b"second"] * 3
     with pytest.raises(TimeoutError, match="some have not come again"):
         of_this_start(server, 0, 3, timedelta(seconds=0.1))
+
+
+def test_a_rank_outside_its_group_is_refused(launched: Callable[[Mapping[str, str]], None]) -> None:
+    launched({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(RuntimeProgramError, match="rank 0 of 4 is in no group of 2 ranks from rank 1 on"):
+        distributed._join(1.0, "cpu", None, (1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpar.runtime import RuntimeProgramError
-from graphpar.runtime.checkpoints.resharding import Held, Region, Resharding
+from graphpar.runtime.checkpoints.resharding import Held, Layout, Region, Resharding
 from graphpar.runtime.checkpoints.tensor_chunks import Box
 
 
@@ -71,12 +72,18 @@ def test_drawn_divisions(seed: int) -> None:
         [{name: own[name] for name in own if name in shapes} for own in side] for side in (senders, receivers)
     )
     nodes = [f"node {place // 2}" for place in range(count)]
-    resharding = Resharding(senders, receivers, nodes, strict=False)
+    sides = ([pickle.loads(pickle.dumps(Layout(own))) for own in side] for side in (senders, receivers))
+    resharding = Resharding(*sides, nodes, strict=False)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    assert resharding.moved_bytes == resharding.least_bytes
     outgoing = [move for place in range(count) for move in resharding.of(place)[0]]
     incoming = [move for place in range(count) for move in resharding.of(place)[1]]
+    received = sum(move.nbytes for move in incoming if move.source != move.target)
+    assert received == sum(map(resharding.least_bytes, range(count)))
     assert Counter(outgoing) == Counter(move for move in incoming if move.source != move.target)
+    for source in range(count):  # both sides have them in one order
+        for target in set(range(count)) - {source}:
+            sends = [move for move in resharding.of(source)[0] if move.target == target]
+            assert sends == [move for move in resharding.of(target)[1] if move.source == source]
     for process, own in enumerate(receivers):
         arrived: dict[str, Tensor] = {name: torch.zeros(shape) for name, shape in shapes.items()}
         times = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}

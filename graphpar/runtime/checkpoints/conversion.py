@@ -281,7 +281,11 @@ def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch
     frozen."""
     package, tied = emitted_package(program), names_by_tie(program.ties)
     return {
-        tied.get(name, (name,))[0]: (tuple(whole_shape(program, name, tensor)), tensor.dtype, is_frozen(tensor))
+        tied.get(name, (name,))[0]: (
+            tuple(whole_shape(program, name, tensor)),
+            tensor.dtype,
+            is_frozen(tensor, program),
+        )
         for stage in program.stages
         for name, tensor in empty_stage(package, stage, False).state_dict(keep_vars=True).items()
     }

@@ -299,6 +299,11 @@ class EngineTensors:
         if ranks % heads:
             raise RuntimeProgramError(f"{ranks} ranks can't share {heads} heads of keys and values evenly")
         self._places = {"tp": tp, "kv": (rank // (ranks // heads), heads), "ep": ep, "moe_tp": moe_tp or tp}
+        scaled = [name for name, each in self._tensors.items() if each.is_floating_point() and each.itemsize < 2]
+        if scaled:
+            raise RuntimeProgramError(
+                f"{listed(scaled)} have 8 bits, and scales that a mapping does not make; send in 16 bits"
+            )
         for axis, (own, count) in self._places.items():
             if not 0 <= own < count:
                 raise RuntimeProgramError(
@@ -324,6 +329,7 @@ class EngineTensors:
             raise RuntimeProgramError(
                 f"the mapping {self.mapping} makes no {listed(missing)} of what is sent; leave out tensors that are no weights of the model"
             )
+        self._check_apart({name: known[name] for name in self._tensors}, offered)
         for name, tensor in self._tensors.items():
             shape, parts = known[name].parts(shapes, self._places)
             if tuple(shape) != tuple(tensor.shape):
@@ -342,3 +348,16 @@ class EngineTensors:
                     entry.boxes += [box for each, box in boxes if each == source]
                     entry.tensors += [tensor] if known[name].rule.pad > 1 else []
         return found
+
+    def _check_apart(self, known: Mapping[str, Target], offered: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        """Check that what is one tensor in the engine is one in the model."""
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in self._tensors.items():
+            other = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            own, others = (
+                [offered[each][0] for names in known[which].sources for each in names] for which in (name, other)
+            )
+            if own != others and tensor.numel():
+                raise RuntimeProgramError(
+                    f"{other} and {name} are one tensor in the engine, and {listed(others)} and {listed(own)} in the model"
+                )

@@ -10,9 +10,8 @@ several ranks that have it, one on the receiver's own node sends it, and these t
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -59,6 +58,11 @@ class Region(NamedTuple):
                     rest = Region(tuple(offsets), tuple(sizes))
                     yield Region(_with(rest.offsets, dim, at), _with(rest.sizes, dim, length))
             offsets[dim], sizes[dim] = begin, size
+
+    def outside(self, other: Region) -> Iterator[Region]:
+        """Yield what of it is not in another one, in boxes."""
+        common = self.common(other)
+        yield from [self] if common is None else self.without(common)
 
     def pieces(self, most: int) -> Iterator[Region]:
         """Yield it in pieces of at most so many elements, in order."""
@@ -107,6 +111,37 @@ class Held:
         return Held(tuple(names), entry.shape, entry.dtype, own)
 
 
+class Layout(Mapping[str, Held]):
+    """What a process has, or needs, by name, in plain values: of many processes these are read faster, and few are asked for."""
+
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._plain = {
+            name: (
+                each.names,
+                each.shape,
+                _dtype(each),
+                each.rounds,
+                [(*part.offsets, *part.sizes) for part in each.regions],
+            )
+            for name, each in held.items()
+        }
+
+    def __getitem__(self, name: str) -> Held:
+        names, shape, dtype, rounds, parts = self._plain[name]
+        dims = len(shape)
+        regions = tuple(Region(part[:dims], part[dims:]) for part in parts)
+        return Held(names, shape, getattr(torch, dtype), regions, rounds)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plain
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+
 def region_of(box: Box) -> Region:
     """Return where a box is."""
     return Region(tuple(box.offsets), tuple(box.values.shape))
@@ -125,7 +160,7 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its message."""
+        """The bytes of its values."""
         return self.region.numel * self.dtype.itemsize
 
 
@@ -144,11 +179,12 @@ class Resharding:
     nodes: Sequence[str]
     strict: bool = True
     _names: dict[str, str] = field(init=False, default_factory=dict)
+    _known: dict[str, _Holders] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        found = {name: held for own in self.senders for name, held in own.items()}
+        found = _first(self.senders)
         known = {each: name for name, held in found.items() for each in held.names} | {name: name for name in found}
-        needed = {name: held for own in self.receivers for name, held in own.items()}
+        needed = _first(self.receivers)
         for name, held in needed.items():
             sent = next((known[each] for each in (name, *held.names) if each in known), None)
             if sent is not None:
@@ -162,93 +198,136 @@ class Resharding:
         for name, sent in self._names.items():
             _check_same(name, needed[name], found[sent])
 
-    def to(self, target: int, names: Collection[str] | None = None) -> Iterator[Move]:
-        """Yield what a process receives or copies of the tensors that senders call ``names``, by default of all, in order."""
-        for place, (name, held) in enumerate(sorted(self.receivers[target].items())):
-            sent = self._names[name]
-            if names is None or sent in names:
-                yield from self._moves(target, name, held, sent, place)
+    def to(self, target: int, sender: int | None = None) -> Iterator[Move]:
+        """Yield what a process receives or copies, in order: of all senders, or of one that has regions of the tensors."""
+        own = None if sender is None else self.senders[sender]
+        for place, (name, sent) in enumerate(self._needed(target)):
+            if own is None or sent in own:
+                needed = self.receivers[target][name]
+                for region in needed.regions:
+                    yield from self._moves(
+                        target, name, needed, region, place, None if own is None else own[sent], sender
+                    )
 
-    def _moves(self, target: int, name: str, held: Held, sent: str, place: int) -> Iterator[Move]:
-        holders = self._holders[sent]
-        other = self._dtypes[sent]
-        dtype = min(held.dtype, other, key=lambda each: each.itemsize) if held.dtype != other else other
-        left = list(held.regions)
-        # What this process has itself first, then what its node has.
-        order = sorted(holders, key=lambda region: self._distance(target, holders[region]))
-        for region in order:
-            source = self._sender(target, holders[region], place)
-            rest: list[Region] = []
-            for each in left:
-                inside = each.common(region)
-                if inside is None:
-                    rest.append(each)
-                    continue
-                yield Move(source, target, sent, name, inside, dtype)
-                rest += each.without(inside)
-            left = rest
-        if left:
+    def _needed(self, target: int) -> list[tuple[str, str]]:
+        return [(name, self._names[name]) for name in sorted(self.receivers[target])]
+
+    def _moves(
+        self, target: int, name: str, needed: Held, region: Region, place: int, own: Held | None, sender: int | None
+    ) -> Iterator[Move]:
+        """Divide a region that a process needs among those that have it: each has all that is in none before it, in an order in which
+        what the process has itself is first, then what its node has."""
+        sent = self._names[name]
+        holders, other = self._holders(sent), self._dtypes[sent]
+        dtype = min(needed.dtype, other, key=lambda each: each.itemsize) if needed.dtype != other else other
+        found = holders.touching(region) if own is None else [holders.numbers[each] for each in own.regions]
+        order = self._ordered(target, holders, found)
+        missing = region.numel
+        for number in order:
+            common = region.common(holders.regions[number])
+            if common is None:
+                continue
+            parts = [common]
+            before = self._ordered(target, holders, holders.touching(common))
+            for earlier in before[: before.index(number)]:
+                parts = [rest for part in parts for rest in part.outside(holders.regions[earlier])]
+            source = self._sender(target, holders.processes[number], place)
+            missing -= sum(part.numel for part in parts)
+            if sender is None or source == sender:
+                yield from (Move(source, target, sent, name, part, dtype) for part in parts)
+        if missing and own is None:
+            left = [region]
+            for number in order:
+                left = [rest for part in left for rest in part.outside(holders.regions[number])]
             raise RuntimeProgramError(f"nobody has {_text(left[0])} of {sent}, which process {target} needs")
 
-    def _distance(self, target: int, holders: Sequence[int]) -> int:
-        if target in holders:
-            return 0
-        return 1 if any(self.nodes[each] == self.nodes[target] for each in holders) else 2
+    def _ordered(self, target: int, holders: _Holders, numbers: Sequence[int]) -> list[int]:
+        if len(numbers) < 2:
+            return list(numbers)
+        return sorted(numbers, key=lambda each: (self._distance(target, holders.processes[each]), each))
 
-    def _sender(self, target: int, holders: Sequence[int], place: int) -> int:
+    def _distance(self, target: int, processes: Sequence[int]) -> int:
+        if target in processes:
+            return 0
+        return 1 if any(self.nodes[each] == self.nodes[target] for each in processes) else 2
+
+    def _sender(self, target: int, processes: Sequence[int], place: int) -> int:
         """Choose who sends: the process itself, else one of its node, else one of all; each in its turn."""
-        if target in holders:
+        if target in processes:
             return target
-        near = [each for each in holders if self.nodes[each] == self.nodes[target]] or holders
+        near = [each for each in processes if self.nodes[each] == self.nodes[target]] or processes
         return near[(target + place) % len(near)]
 
+    def _holders(self, sent: str) -> _Holders:
+        """Return who has which regions of a tensor."""
+        if sent not in self._known:
+            found: dict[Region, list[int]] = {}
+            for process in self._processes[sent]:
+                for region in self.senders[process][sent].regions:
+                    found.setdefault(region, []).append(process)
+            self._known[sent] = _Holders(list(found), list(found.values()))
+        return self._known[sent]
+
     @cached_property
-    def _holders(self) -> dict[str, dict[Region, list[int]]]:
-        found: dict[str, dict[Region, list[int]]] = {}
+    def _processes(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
         for process, own in enumerate(self.senders):
-            for name, held in own.items():
-                for region in held.regions:
-                    found.setdefault(name, {}).setdefault(region, []).append(process)
+            for name in own:
+                found.setdefault(name, []).append(process)
         return found
 
     @cached_property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        return {name: held.dtype for own in self.senders for name, held in own.items()}
+        return {name: held.dtype for name, held in _first(self.senders).items()}
 
     def of(self, process: int) -> tuple[list[Move], list[Move]]:
         """Return what a process sends, and what it receives and copies; both in an order that is the same on both sides."""
-        own = self.senders[process].keys()
-        sent = [
-            move
-            for target in range(len(self.receivers))
-            for move in (self.to(target, own) if own and target != process else ())
-            if move.source == process
-        ]
+        targets = range(len(self.receivers)) if self.senders[process] else ()
+        sent = [move for target in targets if target != process for move in self.to(target, process)]
         return sent, list(self.to(process))
 
-    @cached_property
-    def moved_bytes(self) -> int:
-        """The bytes of all messages."""
-        moves = itertools.chain.from_iterable(map(self.to, range(len(self.receivers))))
-        return sum(move.nbytes for move in moves if move.source != move.target)
-
-    @cached_property
-    def least_bytes(self) -> int:
-        """The fewest bytes that can move: each process must receive what it needs and does not have, in the narrower dtype."""
+    def least_bytes(self, process: int) -> int:
+        """The fewest bytes that a process can receive: what it needs and does not have, in the narrower dtype."""
         total = 0
-        for process, own in enumerate(self.receivers):
-            for name, held in own.items():
-                sent = self._names[name]
-                had = self.senders[process].get(sent)
-                common = [
-                    inside.numel
-                    for region in held.regions
-                    for other in (() if had is None else had.regions)
-                    if (inside := region.common(other)) is not None
-                ]
-                missing = sum(region.numel for region in held.regions) - sum(common)
-                total += missing * min(held.dtype.itemsize, self._dtypes[sent].itemsize)
+        for name, held in self.receivers[process].items():
+            sent = self._names[name]
+            had = self.senders[process].get(sent)
+            common = [
+                inside.numel
+                for region in held.regions
+                for other in (() if had is None else had.regions)
+                if (inside := region.common(other)) is not None
+            ]
+            missing = sum(region.numel for region in held.regions) - sum(common)
+            total += missing * min(held.dtype.itemsize, self._dtypes[sent].itemsize)
         return total
+
+
+def _first(sides: Sequence[Mapping[str, Held]]) -> dict[str, Held]:
+    """Return each tensor as the last process that has it describes it."""
+    where = {name: own for own in sides for name in own}
+    return {name: own[name] for name, own in where.items()}
+
+
+class _Holders:
+    """The distinct regions of a tensor that processes have, and these processes."""
+
+    def __init__(self, regions: Sequence[Region], processes: Sequence[Sequence[int]]) -> None:
+        self.regions, self.processes = regions, processes
+        self.numbers = {region: number for number, region in enumerate(regions)}
+        shape = len(regions), len(regions[0].offsets) if regions else 0
+        self._begins = torch.tensor([region.offsets for region in regions], dtype=torch.int64).reshape(shape)
+        sizes = torch.tensor([region.sizes for region in regions], dtype=torch.int64).reshape(shape)
+        self._ends = self._begins + sizes
+
+    def touching(self, region: Region) -> list[int]:
+        """Return the numbers of the regions that have elements in common with one."""
+        if not region.offsets or len(self.regions) < 2:
+            return [number for number, each in enumerate(self.regions) if region.common(each) is not None]
+        begin = torch.tensor(region.offsets)
+        end = begin + torch.tensor(region.sizes)
+        found: list[int] = ((self._begins < end) & (self._ends > begin)).all(1).nonzero().flatten().tolist()
+        return found
 
 
 def _text(region: Region) -> str:

@@ -24,6 +24,8 @@ from graphpar.runtime.checkpoints.tensor_chunks import MODEL, STATE, Box, Entry,
 from graphpar.runtime.checkpoints.weights import listed, names_by_tie, whole_shape
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import Shard
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.option_kinds import TRAIN
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.state.offloaded_state import OffloadedState
 from graphpar.runtime.state.parameters import Replicated
@@ -85,7 +87,7 @@ class State:
                         )
                     continue
                 made = self._entry(path, name, tensor)
-                made.frozen = is_frozen(tensor)
+                made.frozen = is_frozen(tensor, self.program)
                 if entry is None:
                     found[self.first(name)] = made
                 elif all(other.data_ptr() != made.tensors[0].data_ptr() for other in entry.tensors):
@@ -291,9 +293,9 @@ class State:
             give_group(group, values)
 
 
-def is_frozen(tensor: Tensor) -> bool:
-    """Return whether this is a parameter that is not trained."""
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+def is_frozen(tensor: Tensor, program: Manifest) -> bool:
+    """Return whether this is a parameter that is not trained, or anything of a program that trains nothing."""
+    return program.mode != TRAIN or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
 
 
 def may_become(saved: torch.dtype, target: torch.dtype, frozen: bool) -> bool:

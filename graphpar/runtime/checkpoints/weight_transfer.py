@@ -10,11 +10,12 @@ one of each beside its own values. A message that is one contiguous piece goes f
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import math
 import pickle
 import socket
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from graphpar.runtime.checkpoints.engine_layouts import (
 from graphpar.runtime.checkpoints.resharding import (
     BUCKET_BYTES,
     Held,
+    Layout,
     Move,
     Resharding,
     View,
@@ -54,7 +56,9 @@ from graphpar.runtime.checkpoints.saved_state import State
 from graphpar.runtime.checkpoints.tensor_chunks import Entry
 from graphpar.runtime.checkpoints.weights import known_as, listed, names_by_tie, own_name
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.option_kinds import TRAIN
+
+FEW = 4
+"""At most one in so many different values of processes travel one by one."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,32 @@ class Channel:
     device: torch.device
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return a value of each process; a collective call."""
-        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.group.size())]
-        self.group.allgather([sizes], [torch.tensor([raw.numel()], device=self.device)]).wait()
-        most = int(max(size.item() for size in sizes))
-        padded = torch.cat([raw, raw.new_zeros(most - raw.numel())])
-        found = [torch.empty_like(padded) for _ in sizes]
-        self.group.allgather([found], [padded]).wait()
-        return [pickle.loads(each[: int(size)].cpu().numpy().tobytes()) for each, size in zip(found, sizes)]
+        """Return a value of each process, of which equal ones are one object; a collective call. Few different ones travel once each."""
+        raw = zlib.compress(pickle.dumps(value), 1)
+        digest = hashlib.sha256(raw).digest() + len(raw).to_bytes(8, "little")
+        digests = [bytes(each.tolist()) for each in self._all(self._bytes(digest))]
+        first = {each: process for process, each in reversed(list(enumerate(digests)))}
+        sizes = {each: int.from_bytes(each[-8:], "little") for each in first}
+        if len(first) * FEW > len(digests):
+            padded = self._all(self._bytes(raw.ljust(max(sizes.values()), b"\0")))
+            found = {each: padded[process] for each, process in first.items()}
+        else:
+            found = {each: self._bytes(raw if each == digest else bytes(sizes[each])) for each in sorted(first)}
+            for each, room in found.items():
+                self.group.broadcast(room, first[each]).wait()
+        values = {
+            each: pickle.loads(zlib.decompress(room[: sizes[each]].cpu().numpy().tobytes()))
+            for each, room in found.items()
+        }
+        return [values[each] for each in digests]
+
+    def _bytes(self, raw: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
+
+    def _all(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.group.size())]
+        self.group.allgather([found], [own]).wait()
+        return found
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -214,25 +235,32 @@ def transfer(
     with channel.agreed():
         sent = {} if sender is None else _sent(sender, held, names, only)
     had = {name: Held.of(each, names_of[name]) for name, each in sent.items()}
-    layouts = channel.gathered((had, needed, socket.gethostname(), strict))
     with channel.agreed():
-        resharding, outgoing, incoming = _planned(pickle.dumps(layouts), own)
+        outgoing, incoming, least = _planned(channel, (Layout(had), Layout(needed), socket.gethostname(), strict))
     exchange(channel, outgoing, incoming, view_of(sent), taken)
     if isinstance(receiver, State):
         receiver.parameters.loaded()
-    versions = channel.gathered(
-        version
-    )  # when all have arrived: nobody goes on with values of which others have a part
-    seconds = time.monotonic() - began
-    return Transfer(resharding.moved_bytes, resharding.least_bytes, seconds, versions[channel.senders[0]])
+    received = sum(move.nbytes for move in incoming if move.source != own)
+    # When all have arrived: nobody goes on with values of which others have a part.
+    versions, moved, fewest = zip(*channel.gathered((version, received, least)))
+    return Transfer(sum(moved), sum(fewest), time.monotonic() - began, versions[channel.senders[0]])
 
 
-@functools.lru_cache(maxsize=8)
-def _planned(layouts: bytes, own: int) -> tuple[Resharding, list[Move], list[Move]]:
-    """Return what moves between processes, and what this one sends and receives; it is the same each time two programs exchange weights."""
-    senders, receivers, nodes, strict = zip(*pickle.loads(layouts))
-    found = Resharding(senders, receivers, nodes, all(strict))
-    return found, *found.of(own)
+Plan = tuple[list[Move], list[Move], int]
+"""What a process sends, what it receives and copies, and the fewest bytes that it can receive."""
+_plans: dict[tuple[tuple[bytes, ...], int], Plan] = {}
+"""Those of the last few pairs of programs, by what all processes have and need, which are told once."""
+
+
+def _planned(channel: Channel, layout: tuple[Layout, Layout, str, bool]) -> Plan:
+    key = tuple(channel.gathered(hashlib.sha256(pickle.dumps(layout)).digest())), channel.own
+    if not all(channel.gathered(key in _plans)):
+        senders, receivers, nodes, strict = zip(*channel.gathered(layout))
+        found = Resharding(senders, receivers, nodes, all(strict))
+        while len(_plans) >= 8:
+            del _plans[next(iter(_plans))]
+        _plans[key] = *found.of(channel.own), found.least_bytes(channel.own)
+    return _plans[key]
 
 
 def _entries(state: State, only: Collection[str] | None = None) -> dict[str, Entry]:
@@ -253,10 +281,9 @@ def _needed(
         offered = {each: (name, shape) for own in offers for name, names, shape in own for each in names}
         entries = receiver.entries(offered)
         return entries, {name: Held.of(entry, (name,)) for name, entry in entries.items()}
-    entries, trains = _entries(receiver), receiver.program.mode == TRAIN
+    entries = _entries(receiver)
     return entries, {
-        name: replace(Held.of(entry, _names(receiver, name)), rounds=entry.frozen or not trains)
-        for name, entry in entries.items()
+        name: replace(Held.of(entry, _names(receiver, name)), rounds=entry.frozen) for name, entry in entries.items()
     }
 
 
@@ -306,6 +333,8 @@ def engine_tensors(
     offered = {each: rest for every in channel.gathered(own) for each, *rest in every}
     with channel.agreed():
         made = targets(read_mapping(mapping), {name: shape for name, (_, shape, _) in offered.items()})
+        if strange := [rank for rank in ranks or () if rank not in range(channel.group.size())]:
+            raise RuntimeProgramError(f"there is no rank {strange[0]} among {channel.group.size()} that could receive")
         if left := left_over(made, offered):
             raise RuntimeProgramError(f"the mapping {mapping} leaves out {listed(left)}")
     shapes, places = {name: shape for name, (_, shape, _) in offered.items()}, dict.fromkeys(AXES, (0, 1))
