@@ -345,6 +345,7 @@ _ALLOWED = {
     "graphpar/passes/normalize/mask_indexing.py": "the pass itself: what repeats a position, and what leaves it where it is",
     "graphpar/passes/normalize/static_masking.py": "the pass itself: which operators choose rows by a mask",
     "graphpar/passes/normalize/simplify.py": "the pass itself: which function simplifies which operator",
+    "graphpar/runtime/checkpoints/engine_layouts.py": "fields of a file, some of which operators are named like",
     "graphpar/ir/source.py": "what Python's brackets are traced as; the folder is below the operators",
     "graphpar/runtime/stages/deferred.py": "which operators leave memory unwritten; the folder is below the operators",
     "graphpar/runtime/state/optimizer_scope.py": "which operators of a step look at one element; the folder is below the operators",
