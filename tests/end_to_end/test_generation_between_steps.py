@@ -122,6 +122,7 @@ def test_log_probabilities_are_those_of_a_step(pool: RankPool, tmp_path: Path) -
         assert max(found["sampled before"], found["sampled after"]) < allowed, (name, found)
 
 
+@pytest.mark.costly
 def test_types_of_both_programs_are_checked(tmp_path: Path) -> None:
     folder = parts_of(grpo, {"mesh": {"pp": 2, "tp": 2}}).save(tmp_path / "out")
     assert check_folder(folder).ok
