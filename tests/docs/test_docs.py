@@ -320,7 +320,7 @@ def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeyp
     """On a fresh folder, but for the number of steps, and with a port that is free."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     shells = [block for block in ALL if block.language == "sh" and block.kind != "train"]
-    (shown,) = [block.text for block in shells if "torchrun" in block.text and "train.py" in block.text]
+    (shown,) = [block.text for block in shells if "torchrun" in block.text and "--save" in block.text]
     monkeypatch.chdir(tmp_path)
     for words in map(shlex.split, shown.splitlines()):
         if words[0] == "graphpar":
