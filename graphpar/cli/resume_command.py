@@ -35,6 +35,7 @@ from graphpar.runtime.checkpoints.folders import find, read_record
 from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, ranks_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.mesh import Mesh
+from graphpar.runtime.option_kinds import TRAIN_GENERATE
 from graphpar.runtime.options import Decisions, options_of
 from graphpar.runtime.plan_record import kept_report, read_object
 from graphpar.text import listed, plural
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> Result:
 def _begun_with(checkpoint: Path) -> tuple[list[str], int | None]:
     """Return the options with which the training of a checkpoint was started, such as ``--data``, and its steps; paths are as they were
     typed."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--checkpoint", "--json"):  # given anew
         parser.add_argument(name)
     parser.add_argument("--steps", type=int)
@@ -225,7 +226,7 @@ def _compiled(
         "global_batch": plan.global_batch,
         "dtype": plan.dtype,
         "param_dtype": plan.param_dtype,
-        "mode": plan.mode,
+        "mode": plan.mode if before.program.generates is None else TRAIN_GENERATE,
     }
     numbers |= {"pure": None, "eval": before.program.evaluates_apart}
     for used in range(devices, max(1, devices // 2) - 1, -1):

@@ -29,9 +29,20 @@ MODEL = ROOT / "examples" / "gpt_dropout.py"
 
 
 def test_training_goes_on_with_the_options_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--lr", "0.1", "--checkpoint", "ckpt", "--steps", "7", "--data", "a b.txt", "--json=loss.json"]
+    arguments = [
+        "--check",
+        "--lr",
+        "0.1",
+        "--checkpoint",
+        "ckpt",
+        "--steps",
+        "7",
+        "--data",
+        "a b.txt",
+        "--json=loss.json",
+    ]
     monkeypatch.setattr(resume_command, "read_record", lambda _: {"data": {"arguments": arguments}})
-    assert resume_command._begun_with(Path("ckpt/4")) == (["--lr", "0.1", "--data", "a b.txt"], 7)
+    assert resume_command._begun_with(Path("ckpt/4")) == (["--check", "--lr", "0.1", "--data", "a b.txt"], 7)
     monkeypatch.setattr(resume_command, "read_record", lambda _: {"data": {"examples": 8}})
     assert resume_command._begun_with(Path("ckpt/4")) == ([], None)
 
@@ -132,6 +143,16 @@ def test_files_that_were_given_are_found_from_anywhere(
     model.write_text(_SMALL.replace("16, 16", "16, 16, bias=False", 1))
     assert main(["resume", str(out), "--devices", "3"]) == 2
     assert "model.py was edited since" in capsys.readouterr().err
+
+
+@pytest.mark.costly
+def test_what_generates_between_steps_goes_on_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    example = str(ROOT / "examples" / "grpo.py")
+    assert main(["compile", example, "--mode", "train,generate", "--mesh", "dp_replicate=2", "-o", str(out)]) == 0
+    capsys.readouterr()
+    found = Path(_resume(capsys, out, "--devices", 4)["out"])
+    assert json.loads((found / "generate" / "plan.json").read_text())["mesh"]["dp_replicate"] == 4
 
 
 @pytest.mark.costly
