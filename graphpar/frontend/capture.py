@@ -593,9 +593,8 @@ def _where(error: Exception, model: nn.Module) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     module = next((module for module in reversed(inside) if module in names), None)
-    place = user_line(error)
     where = f" in {type(module).__name__} {names[module]!r}" if module is not None and names[module] else ""
-    where += f" ({place})" if place else ""
+    where += f" ({place})" if (place := user_line(error)) else ""
     if isinstance(module, nn.modules.batchnorm._NormBase) and "more than 1 value per channel" not in str(error):
         where += f", which takes dim 1 of its input as its {module.num_features} features, but dim 1 is the batch"
     return where
