@@ -121,7 +121,9 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(
         assert find(checkpoints / "best").name == str(held_out[0][best][0] + 1)
         kept = {find(checkpoints).name, find(checkpoints / "best").name, "latest", "best"}
         assert {path.name for path in checkpoints.iterdir()} == kept
-    data = [read_record(find(checkpoints))["data"] for checkpoints in (whole, interrupted)]
+    data = [dict(read_record(find(checkpoints))["data"]) for checkpoints in (whole, interrupted)]
+    for each, checkpoints in zip(data, (whole, interrupted)):
+        assert str(checkpoints) in each.pop("arguments")
     assert data[0] == data[1] and data[0]["spikes"]["skipped"] == 1 and data[0]["best"]["value"] == min(values)
     assert main(["checkpoint", "merge", str(whole / "best"), "-o", str(tmp_path / "best.safetensors")]) == 0
 

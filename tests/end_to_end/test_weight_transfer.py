@@ -259,11 +259,8 @@ def two_launches(out: Path, jobs: list[dict[str, Any]]) -> None:
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job["count"]), "--master-port",
             str(free_port()), resharding_script.__file__, str(file),
         ]  # fmt: skip
-        running.append(
-            subprocess.Popen(
-                command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-        )
+        with (out / f"log_{job['sends']}.txt").open("w") as log:
+            running.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=log, stderr=log))
     try:
         for each in running:
             each.wait(180)
@@ -280,10 +277,10 @@ def one_launch(pool: RankPool, out: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def reported(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what the two groups have reported."""
-    reports = [out / f"report_{sends}.json" for sends in (True, False)]
-    sent, received = (json.loads(each.read_text()) if each.exists() else [] for each in reports)
-    return sent, received
+    """Return what the two groups have reported; nothing for senders that have ended."""
+    sent, received = out / "report_True.json", out / "report_False.json"
+    assert received.exists(), "\n".join(log.read_text() for log in out.glob("log_*.txt"))
+    return json.loads(sent.read_text()) if sent.exists() else [], json.loads(received.read_text())
 
 
 @pytest.mark.costly

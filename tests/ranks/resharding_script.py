@@ -82,7 +82,7 @@ def between(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     found, out = [], Path(job["out"])
     with Pipeline(job["program"], device) as pipeline:
         pipeline.load_weights(job["weights"])
-        peers = Peers(job["address"], sends=job["sends"], device=device, timeout_s=30)
+        peers = Peers(job["address"], sends=job["sends"], device=device, timeout_s=60)
         optimizer = fixture.optimizer_of(pipeline.named_parameters()) if job["sends"] else None
         for step in range(job["steps"]):
             try:
@@ -107,7 +107,7 @@ def to_engine(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]
     if job["sends"]:
         with Pipeline(job["program"], device) as pipeline:
             pipeline.load_weights(job["weights"])
-            peers = Peers(job["address"], sends=True, device=device, timeout_s=30)
+            peers = Peers(job["address"], sends=True, device=device, timeout_s=60)
             train(pipeline, job["kind"], range(1), fixture.optimizer_of(pipeline.named_parameters()))
             for _ in range(2):
                 try:
@@ -116,7 +116,7 @@ def to_engine(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]
                     found.append({"error": str(error)})
             pipeline.save_weights(job["sent"])
         return found
-    peers = Peers(job["address"], sends=False, device=device, timeout_s=30)
+    peers = Peers(job["address"], sends=False, device=device, timeout_s=60)
     weights = {name.removeprefix("model."): value for name, value in load_file(job["weights"]).items()}
     sizes, tp = Sizes(**job["sizes"]), (dist.get_rank(), dist.get_world_size())
     tensors = {name: torch.full_like(value, DIRT) for name, value in engine_parameters(weights, sizes, tp).items()}
