@@ -123,7 +123,7 @@ def _rates(profile: Profile) -> Table:
         both = [[row for row in rows if row.processes == count] for count in (1, together)]
         if kind_of(rows[0]) in ("pipeline", "pages"):
             continue
-        if kind_of(rows[0]) == "operator":
+        if kind_of(rows[0]) in ("operator", "sharded unit"):
             cells = [seconds_text(median([row.seconds for row in each])) for each in both] + [""]
         elif kind_of(rows[0]) in ("collective", "transfer"):
             fitted = sent(profile.cluster.device, profile.cluster.intra_node, rows)
@@ -191,6 +191,8 @@ def _figures(profile: Profile) -> str:
         f"{seconds_text(device.action_s)}",
         f"recomputation: {seconds_text(device.hooks_s)} of the host for an operator that runs again, {seconds_text(device.policy_s)} "
         "each way for one of a block that saves some results",
+        f"sharded state: {seconds_text(device.fsdp_hooks_s)} of the host each way for a unit, {seconds_text(device.fsdp_gather_s)} for "
+        f"a gather, {seconds_text(device.fsdp_reduce_s)} for a reduction",
     ]
     if any(row.what == "transfer" for row in profile.rows):
         alone = link.latency_s if link.send_latency_s is None else link.send_latency_s

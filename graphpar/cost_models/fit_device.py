@@ -1,6 +1,7 @@
 """Fit the figures of a device and its link to measured times, by least squares on the logarithms of the times.
 
     rows ──small operators──► launch_s, dispatch_s, hooks_s, policy_s
+         ──sharded units────► fsdp_hooks_s, fsdp_gather_s, fsdp_reduce_s
          ──pages────────────► fresh_bytes_per_s
          ──traffic──────────► memory_efficiency, function_efficiency
          ──products─────────► matrix_efficiency, and half_reduction or, of a CPU, operand_bytes_per_s
@@ -68,7 +69,7 @@ class Error:
 
 
 def kind_of(row: Row) -> str:
-    """Return the kind of a row: product, traffic, attention, operator, pages, collective, transfer or pipeline."""
+    """Return the kind of a row: product, traffic, attention, operator, sharded unit, pages, collective, transfer or pipeline."""
     first = row.what.partition(",")[0]
     return "traffic" if row.what in TRAFFIC else "collective" if row.what in COLLECTIVES else first
 
@@ -122,7 +123,8 @@ def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) 
     for kind in ("operator", "product", "traffic"):
         if kind not in by_kind:
             raise GraphparError(f"A device can't be fitted: there are no rows of kind {kind!r} among the {len(rows)}.")
-    device = _with_peaks(_with_overheads(start, by_kind["operator"]), by_kind, peaks)
+    small = {row.what: row.seconds for kind in ("operator", "sharded unit") for row in by_kind.get(kind, ())}
+    device = _with_peaks(_with_overheads(start, small), by_kind, peaks)
     device = replace(device, fresh_bytes_per_s=_fresh(by_kind.get("pages", ())))
     traffic = _long(device, by_kind["traffic"])
     functions = [row for row in traffic if row.what.startswith(FUNCTIONS)]
@@ -146,18 +148,26 @@ def _long(device: Device, rows: Sequence[Row]) -> list[Row]:
     return found or list(rows)
 
 
-def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
-    """Set launch and dispatch times, and those of the Python around operators that run again.
+def _with_overheads(device: Device, times: Mapping[str, float]) -> Device:
+    """Set launch and dispatch times, and those of the Python around operators that run again and units whose state is sharded.
 
     On a GPU the dispatch time is an operator's in a row of small ones; a CPU has no separate host.
     """
-    times: dict[str, float] = {row.what: row.seconds for row in rows}
     if "operator, run again" in times:
         forward = Small.FORWARD * times["operator, forward"]
         twice = forward + (Small.FORWARD + Small.BACKWARD) * times["operator"]
         hooks = times["operator, run again"] - twice / Small.DISPATCHED
         policy = (times["operator, watched"] - times["operator, run again"]) / 2  # in the forward and again
         device = replace(device, hooks_s=max(0.0, hooks), policy_s=max(0.0, policy))
+    if "sharded unit, hooks" in times:
+        alone = (Small.FORWARD + Small.BACKWARD) * times["operator"]
+        hooks, gathers, both = (times[f"sharded unit, {what}"] for what in ("hooks", "gathered", "reduced"))
+        device = replace(
+            device,
+            fsdp_hooks_s=max(0.0, hooks - alone) / 2,  # in the forward and in the backward, as gathers
+            fsdp_gather_s=max(0.0, gathers - hooks) / 2,
+            fsdp_reduce_s=max(0.0, both - gathers),
+        )
     if "operator, replayed" in times:
         return replace(device, launch_s=times["operator, replayed"], dispatch_s=times["operator"])
     return replace(device, launch_s=times["operator"], dispatch_s=0.0)

@@ -7,6 +7,7 @@
     attention    fused and causal, forward and backward
     pages        a large tensor written where it is, and a new one, whose pages the system zeroes first (CPU)
     operators    blocks of a few numbers: the least cost of an operator, alone and in blocks that run again
+    units        the same blocks, whose state FSDP2 shards over ranks that are not there: what its Python costs
     collectives  by size, between all ranks
     pipeline     a schedule over two ranks, and its stage alone (CPU)
 
@@ -34,10 +35,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from graphpar.cost_models.contention import Disturbed, Watch
 from graphpar.emitted.recomputation import checkpointed
+from graphpar.runtime.debugging.lone_group import known_to_torch
 from graphpar.runtime.distributed import Ranks, gather_objects, start
 
 TIMEOUT_S = 300.0
@@ -288,6 +292,23 @@ def _operators(device: torch.device) -> Iterator[Case]:
         yield Case("operator, replayed", (4,), "fp32", replayed, ADDITIONS)
 
 
+def _sharded_units(device: torch.device) -> Iterator[Case]:
+    """Yield the small blocks as units that FSDP2 shards: nothing is sent, so all that is left is its Python."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=known_to_torch()), device.type)
+    x = torch.randn(1, 4, Small.WIDTH, device=device)
+
+    def step(gathers: bool, reduces: bool) -> Call:
+        units: Any = nn.Sequential(*(Small() for _ in range(BLOCKS))).to(device)
+        for each in (*units, units):
+            fully_shard(each, mesh=mesh, reshard_after_forward=gathers)
+        units.set_requires_gradient_sync(reduces)
+        units.set_reshard_after_backward(gathers)
+        return lambda: units(x).sum().backward()
+
+    for what, does in (("hooks", (False, False)), ("gathered", (True, False)), ("reduced", (True, True))):
+        yield Case(f"sharded unit, {what}", (BLOCKS,), "fp32", partial(step, *does), BLOCKS)
+
+
 class Small(nn.Module):
     """A residual feed-forward block of four rows of eight numbers."""
 
@@ -362,7 +383,8 @@ def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
     """Measure all rows; every rank returns the same."""
     torch.manual_seed(0)
     rows = []
-    for case in cases(ranks.device, request.quick):
+    shared = _sharded_units(ranks.device) if ranks.world_size > 1 else ()
+    for case in itertools.chain(cases(ranks.device, request.quick), shared):
         torch.backends.cuda.matmul.allow_tf32 = case.dtype == "tf32"
         found: dict[int, list[float]] = {count: [] for count in request.at_once}
         for _ in range(case.places):

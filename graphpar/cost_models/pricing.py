@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from graphpar.cost_models.memory import HostMemory, Memory
 from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.spread import spreads
-from graphpar.cost_models.stage_prices import StagePrices
+from graphpar.cost_models.stage_prices import StagePrices, StateSeconds
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
@@ -38,7 +39,7 @@ from graphpar.cost_models.unit_bytes import Most, UnitBytes
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import DEVICES, figures_of
+from graphpar.hardware.devices import DEVICES, PYTHON_S, figures_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.schedule_records import get_schedule
@@ -90,11 +91,8 @@ class Pricing(LayoutOrders):
         self.bytes: UnitBytes = UnitBytes(units, mesh, self.execution, None if like is None else like.bytes)
         dispatch = self.execution.dispatch_s
         # A framework's time for an operator has its Python in it.
-        device = (
-            cluster.device
-            if dispatch is None
-            else replace(cluster.device, dispatch_s=dispatch, hooks_s=0.0, policy_s=0.0)
-        )
+        python: dict[str, Any] = {} if dispatch is None else {**dict.fromkeys(PYTHON_S, 0.0), "dispatch_s": dispatch}
+        device = replace(cluster.device, **python)
         self.compute: Compute = Compute(device, dtype, self.execution.cast_bytes) if like is None else like.compute
         self.network: Network = Network(cluster) if like is None else like.network
         self.dtype = dtype
@@ -187,7 +185,7 @@ class Pricing(LayoutOrders):
                 self._stage_prices[rows] = self._without_state[key]
         return self._stage_prices[rows]
 
-    def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array, Array]] | None) -> StagePrices:
+    def _made_stage_prices(self, rows: int, state: Callable[[], StateSeconds] | None) -> StagePrices:
         return StagePrices(
             [self.of_units.seconds(unit.kind, rows) for unit in self.units],
             [self.of_units.again(unit.kind, rows) for unit in self.units],
@@ -208,8 +206,8 @@ class Pricing(LayoutOrders):
         return np.array([host_s(self.cluster.device, unit.kind.bytes_at(rows).moved) for unit in self.units])
 
     @cached_property
-    def _of_state(self) -> tuple[Array, Array, Array]:
-        """The seconds of gathering each unit's parameters for its forward and for its backward, and of reduce-scattering its gradients."""
+    def _of_state(self) -> StateSeconds:
+        """What sharded state costs each unit."""
         group, run, last = self._ends.sharing, self.execution, len(self.units) - 1
         kinds = ("all-gather", "all-gather again", "reduce-scatter")
         linked = dict(zip(kinds, self._linked))
@@ -239,7 +237,7 @@ class Pricing(LayoutOrders):
             if self.units[place + 1].joins and alone:
                 sizes[place + 1][1], sizes[place][1] = sizes[place + 1][1] + sizes[place][1], 0
         gathers, repeated, scatters = np.array([[moved(*each) for each in zip(kinds, own)] for own in sizes]).T
-        return gathers, repeated, scatters
+        return StateSeconds(gathers, repeated, scatters, np.array([unit.has_blocks for unit in self.units]))
 
     @property
     def _linked(self) -> tuple[float, float, float]:
@@ -261,8 +259,12 @@ class Pricing(LayoutOrders):
         """Return the seconds of a stage's UNSHARD and REDUCE_GRAD, where a pipeline's table has them."""
         if not self._sharded or self.mesh.pp == 1:
             return 0.0, 0.0
-        gathers, _, scatters = (float(seconds[slice(*stage)].sum()) for seconds in self._of_state)
-        return gathers if self.execution.kept_for_step else 0.0, scatters
+        state = self._of_state.of(slice(*stage))
+        there, back = float(state.gathers.sum()), float(state.reduces.sum())
+        if self.cluster.device.kind == "cpu":  # elsewhere the host is ahead of the device
+            there += state.times(state.gathers) * self.compute.device.fsdp_gather_s
+            back += state.times(state.reduces) * self.compute.device.fsdp_reduce_s
+        return there if self.execution.kept_for_step else 0.0, back
 
     # ---- a step ----
 

@@ -39,6 +39,29 @@ class Again(NamedTuple):
     python: tuple[float, float]
 
 
+class StateSeconds(NamedTuple):
+    """What sharded state costs each unit.
+
+    Attributes:
+        gathers, again: seconds of gathering its parameters for its forward, and for its backward.
+        reduces: seconds of reduce-scattering its gradients.
+        blocks: whether it is gathered by itself; all others of a stage are gathered as one.
+    """
+
+    gathers: Array
+    again: Array
+    reduces: Array
+    blocks: NDArray[np.bool_]
+
+    def of(self, stage: slice) -> StateSeconds:
+        """Return that of the units of a stage."""
+        return StateSeconds(self.gathers[stage], self.again[stage], self.reduces[stage], self.blocks[stage])
+
+    def times(self, moved: Array) -> int:
+        """Return how often FSDP2 starts one of the three."""
+        return int(np.count_nonzero(moved[self.blocks])) + bool(moved[~self.blocks].any())
+
+
 class StagePrices:
     """Prices runs of units for microbatches of one size.
 
@@ -46,8 +69,7 @@ class StagePrices:
         seconds, again: of each unit; equal units give the same object.
         recomputes: whether a unit runs anything again.
         pp: pipeline ranks.
-        state: the seconds of gathering each unit's parameters, and of reduce-scattering its gradients; None where state is whole, or is
-            gathered by the schedule.
+        state: what sharded state costs; None where state is whole, or is gathered by the schedule.
         state_axis: under which axis these are reported.
         moved: the seconds of copying to the host, and back, what each unit keeps; None where nothing is moved.
         held: a number for each unit where ``state`` is given; of the same parameters it is the same.
@@ -61,7 +83,7 @@ class StagePrices:
         compute: Compute,
         execution: Execution,
         pp: int,
-        state: Callable[[], tuple[Array, Array, Array]] | None,
+        state: Callable[[], StateSeconds] | None,
         state_axis: str,
         moved: Array | None = None,
         held: Sequence[int] = (),
@@ -133,7 +155,8 @@ class StagePrices:
         if apart:
             shown[Phase.INPUT] = summed_by_axis([shown[Phase.INPUT], own_apart])
             shown_again = summed_by_axis([shown_again, again_apart])
-        run, python = self.execution, (there_python, 0.0, 0.0)
+        run, of_state = self.execution, (0.0, 0.0) if self._state is None else self._state_python(slice(first, after))
+        python = there_python + of_state[0], of_state[1], 0.0
         seconds = [self.compute.phase_s(busy[p], python[p]) + sum(shown[p].values()) for p in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if run.recompute == "full" else 1
@@ -157,7 +180,7 @@ class StagePrices:
             exposed = [summed_by_axis([way, {HOST_LINK: more}]) for way, more in zip(exposed, longer)]
         twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
         compute = sum(phase.busy for phase in busy) + twice + run_again.busy
-        compute += there_python + back_python if self.compute.device.kind == "cpu" else 0.0
+        compute += there_python + back_python + sum(of_state) if self.compute.device.kind == "cpu" else 0.0
         # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
         recomputes = self._recomputes[after] > self._recomputes[first]
         split = seconds[2] if first == 0 or not recomputes else 0.0
@@ -193,23 +216,37 @@ class StagePrices:
         coming = last + float(np.maximum(forwards * (backward / max(forward, 1e-12)), before).sum())
         return max(forward, leaving), max(backward, coming)
 
+    def _moved_state(self, stage: slice) -> StateSeconds:
+        """Return what sharded state costs a microbatch: ZeRO 2 gathers once a step, and a pipeline reduces once a step."""
+        assert self._state is not None
+        found = self._state().of(stage)
+        none, once = np.zeros(len(found.gathers)), self.execution.zero == 2
+        return found._replace(
+            gathers=none if once else found.gathers,
+            again=none if once or self.execution.reshard == "never" else found.again,
+            reduces=none if self.pp > 1 else found.reduces,
+        )
+
+    def _state_python(self, stage: slice) -> tuple[float, float]:
+        """Return the seconds of the host for sharded state in a forward and a backward: of FSDP2's Python for each unit."""
+        assert self._state is not None
+        device, moved, held = self.compute.device, self._moved_state(stage), self._state().of(stage)
+        gathers, again, reduces = map(moved.times, moved[:3])
+        hooks = held.times(held.gathers) * device.fsdp_hooks_s
+        there = hooks + gathers * device.fsdp_gather_s
+        return there, hooks + again * device.fsdp_gather_s + reduces * device.fsdp_reduce_s
+
     def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float, float]:
         """Return forward, backward, and the communication of each, of a microbatch with sharded state, in seconds.
 
-        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work. ZeRO 2 gathers
-        once a step, and a pipeline reduces once a step.
+        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work.
         """
-        assert self._state is not None
         forwards = self._forwards[stage]
         forwards = forwards * (
             forward / max(forwards.sum(), 1e-12)
         )  # a host that is ahead in one unit is not behind in the next
         ratio = backward / forward if forward else 2.0
-        gathers, again, scatters = (seconds[stage] for seconds in self._state())
-        none = np.zeros(len(forwards))
-        gathers = none if self.execution.zero == 2 else gathers
-        again = none if self.execution.zero == 2 or self.execution.reshard == "never" else again
-        scatters = none if self.pp > 1 else scatters
+        gathers, again, scatters, _ = self._moved_state(stage)
         moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
         if not self.execution.prefetch or self.compute.device.kind == "cpu":
             return forward + moved[0], backward + moved[1] + moved[2], moved[0], moved[1] + moved[2]

@@ -20,6 +20,10 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
 """Of the last, products in 8 bits with a scale for each 32 values, devices without the units have no rate."""
 KINDS = ("cuda", "cpu")
 """As torch names them."""
+PYTHON_S = ("hooks_s", "policy_s", "fsdp_hooks_s", "fsdp_gather_s", "fsdp_reduce_s")
+"""Figures of :class:`Device`: seconds of Python in the host besides operators."""
+HOST_S = ("launch_s", "dispatch_s", "action_s", *PYTHON_S)
+"""All that are seconds of something of the host, or of the space between kernels."""
 _Figure = TypeVar("_Figure")
 
 
@@ -120,6 +124,8 @@ class Device:
         hooks_s: seconds of the host for each operator of a block that runs again: of the hooks of ``torch.utils.checkpoint``.
         policy_s: seconds of the host for each operator of a block that keeps some results, in its forward and again: each passes
             through Python, which asks whether its result is kept.
+        fsdp_hooks_s, fsdp_gather_s, fsdp_reduce_s: seconds of the host for each unit of sharded state: of FSDP2's hooks in a forward or a
+            backward, and of starting and ending a gather of its parameters or a reduction of its gradients.
         action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
         host_link: the link to the memory of its host, which each device has for itself; None: not known, or the device is the host.
         fresh_bytes_per_s: of a CPU: at what rate the system zeroes the pages of new memory, where what is freed goes back to the system;
@@ -149,6 +155,9 @@ class Device:
     dispatch_s: float = 0.0
     hooks_s: float = 0.0
     policy_s: float = 0.0
+    fsdp_hooks_s: float = 0.0
+    fsdp_gather_s: float = 0.0
+    fsdp_reduce_s: float = 0.0
     action_s: float = 0.0
     cores: int | None = None
     fresh_bytes_per_s: float | None = None
@@ -172,12 +181,8 @@ class Device:
             check_number(f"flops.{dtype}", rate)
         check_number("memory_bytes", self.memory_bytes, whole=True)
         check_number("memory_bytes_per_s", self.memory_bytes_per_s)
-        check_number("launch_s", self.launch_s, zero=True)
-        check_number("half_reduction", self.half_reduction, zero=True)
-        check_number("dispatch_s", self.dispatch_s, zero=True)
-        check_number("hooks_s", self.hooks_s, zero=True)
-        check_number("policy_s", self.policy_s, zero=True)
-        check_number("action_s", self.action_s, zero=True)
+        for name in ("half_reduction", *HOST_S):
+            check_number(name, getattr(self, name), zero=True)
         if self.operand_bytes_per_s is not None:
             check_number("operand_bytes_per_s", self.operand_bytes_per_s)
         if self.fresh_bytes_per_s is not None:
@@ -235,7 +240,9 @@ _LATENCIES = (
 _GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 1e-5  # assumed: what eager PyTorch does on the host for an operator, forward or backward
 # Processor time on the CPU of the table, by the cases of cost_models/measure.py; assumed for the hosts of GPUs.
-_HOOKS, _POLICY = 1.65e-5, 1.55e-5
+_PYTHON: dict[str, Any] = {
+    "hooks_s": 1.65e-5, "policy_s": 1.55e-5, "fsdp_hooks_s": 1.7e-4, "fsdp_gather_s": 3.2e-4, "fsdp_reduce_s": 2.6e-4,
+}  # fmt: skip
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 
 
@@ -343,8 +350,7 @@ def _gpu(
         attention_efficiency=(clock * reached.attention[0], clock * reached.attention[1]),
         memory_efficiency=reached.memory,
         dispatch_s=_GPU_DISPATCH,
-        hooks_s=_HOOKS,
-        policy_s=_POLICY,
+        **_PYTHON,
         devices_per_host=per_host,
         sources={
             "efficiency": _MEASURED if efficiency else reached.source,
@@ -479,7 +485,7 @@ _ROWS = (
     Device(
         "CPU", "cpu", {"fp32": 1.058e11}, 12 * 2**30, 3.64e10, 5.26e-6, 1.0, _GLOO, _GLOO, None,
         operand_bytes_per_s=1.67e10, attention_efficiency=(0.38, 0.395), memory_efficiency=1.0, function_efficiency=0.551,
-        hooks_s=_HOOKS, policy_s=_POLICY, action_s=4.1e-4, fresh_bytes_per_s=2.5e9,
+        **_PYTHON, action_s=4.1e-4, fresh_bytes_per_s=2.5e9,
         sources={
             **dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
             "memory": f"{_CALIBRATED}; new pages: a later run of the same command, which that file lacks",

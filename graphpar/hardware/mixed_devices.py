@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any
 
 from graphpar.errors import GraphparError
-from graphpar.hardware.devices import DTYPES, Device, Link
+from graphpar.hardware.devices import DTYPES, HOST_S, Device, Link
 
-_LEAST = ("launch_s", "half_reduction", "dispatch_s", "hooks_s", "policy_s", "action_s", "communicator_bytes")
+_LEAST = ("half_reduction", "communicator_bytes", *HOST_S)
 _MOST = ("memory_bytes", "memory_bytes_per_s", "matrix_efficiency", "memory_efficiency")
 _MOST_OF_ALL = ("operand_bytes_per_s", "cores", "fresh_bytes_per_s")
 """Figures without which a device is at its best."""

@@ -155,6 +155,15 @@ def test_operators_that_run_again_tell_what_the_python_around_them_costs() -> No
     assert found.hooks_s == pytest.approx(1e-5) and found.policy_s == pytest.approx(4e-6)
 
 
+def test_sharded_units_tell_what_python_costs_for_each() -> None:
+    alone = (Small.FORWARD + Small.BACKWARD) * DEVICES["CPU"].launch_s
+    taken = {"hooks": 2e-4, "gathered": 7e-4, "reduced": 8e-4}
+    rows = [Row(f"sharded unit, {what}", (20,), "fp32", 2, alone + value) for what, value in taken.items()]
+    found, _ = fit_device(DEVICES["CPU"], times(DEVICES["CPU"]) + rows)
+    assert found.fsdp_hooks_s == pytest.approx(1e-4)
+    assert found.fsdp_gather_s == pytest.approx(2.5e-4) and found.fsdp_reduce_s == pytest.approx(1e-4)
+
+
 def test_a_small_block_has_as_many_operators_as_its_times_are_divided_by() -> None:
     seen: list[str] = []
 

@@ -412,6 +412,27 @@ def test_operators_that_run_again_cost_a_cpu_their_python_and_a_gpu_what_its_ker
         assert cost(shown, policy_s=1e3).forward == pytest.approx(1e3 * first)
 
 
+BLOCKS = 8  # of the example: FSDP2's units, with one of the rest of a stage
+
+
+@pytest.mark.parametrize(
+    ("zero", "pp", "counts"),
+    [(3, 1, (2 * BLOCKS + 2, 2 * BLOCKS + 1, BLOCKS + 1)), (2, 1, (2 * BLOCKS + 2, 0, BLOCKS + 1)), (3, 2, (0, 5, 5))],
+)
+def test_units_of_sharded_state_cost_a_cpu_the_python_of_fsdp(zero: int, pp: int, counts: tuple[int, int, int]) -> None:
+    """A pipeline gathers and reduces once a step, by its table, without hooks."""
+    program, cores = example("gpt"), 2 * pp
+    plan = gp.plan(program, mesh={"dp_shard": 2, "pp": pp}, zero=zero, global_batch=8)
+
+    def step(**figures: float) -> float:
+        device = replace(DEVICES["CPU"], cores=cores, **(dict.fromkeys(names, 0.0) | figures))  # type: ignore[arg-type]
+        pricing, layout = pricing_of(program, plan, Cluster.of(device, 1, cores))
+        return pricing.estimate(layout).step_time_s
+
+    names = [f"fsdp_{what}_s" for what in ("hooks", "gather", "reduce")]
+    assert [step(**{name: 1.0}) - step() for name in names] == pytest.approx(counts, abs=1e-2)
+
+
 def test_the_optimizer_moves_its_state() -> None:
     """AdamW in fp32, not fused: in three passes it reads and writes the parameter and two moments, and the gradient as often."""
     units, mesh, layout = _units(("gpt", "pp=1", ""))

@@ -35,9 +35,14 @@ SPREAD = 0.02
 
 def join(rank: int, world_size: int) -> None:
     """Make the default group one of ``world_size`` ranks, of which this process is ``rank`` and the others do not exist."""
+    dist.init_process_group(known_to_torch(), store=HashStore(), rank=rank, world_size=world_size)
+
+
+def known_to_torch() -> str:
+    """Return the name of the backend, which torch knows from now on."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _made, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+    return BACKEND
 
 
 def is_alone() -> bool:
