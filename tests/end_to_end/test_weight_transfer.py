@@ -321,6 +321,17 @@ def test_ranks_that_train_send_to_those_of_another_engine(pool: RankPool, progra
         assert_equal(found, engine_parameters(weights, Sizes(**SIZES["llama"]), (rank, 4)), f"rank {rank}")
 
 
+@pytest.mark.costly
+def test_what_one_launch_refuses_the_other_hears(pool: RankPool, programs: Programs, tmp_path: Path) -> None:
+    """Merged adapters are refused, and sent with their products once they are apart."""
+    train = programs.folder("17", "adapters", "fp32", LAYOUTS["tp2"])
+    given = programs.folder("17", "infer", "fp32", {"mesh": {"pp": 2}, "microbatch_size": 2})
+    one_launch(pool, tmp_path, two_groups(programs, tmp_path, 2, train, 2, given, merged=True))
+    sent, received = reported(tmp_path)
+    assert sent == received and "unmerge()" in sent[0]["error"] and sent[0]["version"] == 0
+    assert [each["version"] for each in received[1:]] == [1, 2]
+
+
 @pytest.mark.slow
 def test_weights_of_a_sender_that_ends_are_not_computed_with(programs: Programs, tmp_path: Path) -> None:
     train = programs.folder("17", "train", "fp32", LAYOUTS["tp2"])

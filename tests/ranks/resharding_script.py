@@ -84,6 +84,15 @@ def between(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         pipeline.load_weights(job["weights"])
         peers = Peers(job["address"], sends=job["sends"], device=device, timeout_s=60)
         optimizer = fixture.optimizer_of(pipeline.named_parameters()) if job["sends"] else None
+        if job.get("merged"):  # refused, in both launches
+            if job["sends"]:
+                pipeline.adapters.merge()
+            try:
+                pipeline.send_weights(peers) if job["sends"] else pipeline.receive_weights(peers)
+            except RuntimeProgramError as error:
+                found.append({"error": str(error), "version": pipeline.weights_version})
+            if job["sends"]:
+                pipeline.adapters.unmerge()
         for step in range(job["steps"]):
             try:
                 if optimizer is not None:
@@ -122,9 +131,11 @@ def to_engine(job: dict[str, Any], device: torch.device) -> list[dict[str, Any]]
     tensors = {name: torch.full_like(value, DIRT) for name, value in engine_parameters(weights, sizes, tp).items()}
     for kv_heads in (None, sizes.kv_heads):
         try:
-            found.append({"version": peers.receive(EngineTensors("fused", tensors, tp=tp, kv_heads=kv_heads)).version})
+            engine = EngineTensors("fused", tensors, tp=tp, kv_heads=kv_heads)
+            found.append({"version": peers.receive(engine).version})
         except RuntimeProgramError as error:
             found.append({"error": str(error)})
+        assert engine.version == found[-1].get("version")
     save_file(tensors, f"{job['sent']}.{dist.get_rank()}")
     return found
 

@@ -278,6 +278,10 @@ class EngineTensors:
         ep: which rank of how many have experts of their own.
         moe_tp: which rank of how many divide each expert; by default as ``tp``. Of vLLM with expert parallelism it is (0, 1).
 
+    Attributes:
+        version: the number with which weights were last received; None where none were, or where a sender failed and the engine has some
+            of two versions.
+
     Raises:
         RuntimeProgramError: the mapping can't be read, or ranks can't share heads evenly.
     """
@@ -292,6 +296,7 @@ class EngineTensors:
         ep: tuple[int, int] = (0, 1),
         moe_tp: tuple[int, int] | None = None,
     ) -> None:
+        self.version: int | None = None
         self.mapping, self._rules = str(mapping), read_mapping(mapping)
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         rank, ranks = tp

@@ -149,13 +149,14 @@ class Stored:
         Raises:
             RuntimeProgramError: in all processes: the programs are of different models, or a trained parameter would be rounded.
         """
-        self._check_unmerged("send_weights")
         number = self.steps_done if version is None else version
+        may = functools.partial(self._check_unmerged, "send_weights")
         if isinstance(to, Peers):
             to.check(sends=True)
-            return transfer(to.channel, self._state(None), None, number, strict)
+            return transfer(to.channel, self._state(None), None, number, strict, may=may)
         if isinstance(to, EngineTensors):
-            return transfer(all_ranks(self.device), self._state(None), to, number, strict)
+            return transfer(all_ranks(self.device), self._state(None), to, number, strict, may=may)
+        may()
         return to._receive(all_ranks(self.device), self._state(None), number, strict)
 
     def weights_for(
@@ -191,11 +192,12 @@ class Stored:
         return self._receive(peers.channel, None, 0, True)
 
     def _receive(self, channel: Channel, sender: State | None, version: int, strict: bool) -> Transfer:
-        self._check_unmerged("receive_weights")
         state, before = self._state(None), self.weights_version
         self.weights_version = None
         try:
-            found = transfer(channel, sender, state, version, strict)
+            found = transfer(
+                channel, sender, state, version, strict, may=functools.partial(self._check_unmerged, "receive_weights")
+            )
         except RuntimeProgramError:  # before anything was sent
             self.weights_version = before
             raise

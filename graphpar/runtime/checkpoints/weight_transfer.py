@@ -17,7 +17,7 @@ import socket
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -210,6 +210,7 @@ def transfer(
     version: int,
     strict: bool = True,
     only: Collection[str] | None = None,
+    may: Callable[[], None] = lambda: None,
 ) -> Transfer:
     """Move the weights that ``sender`` has into ``receiver``; either is None in a process that has none. A collective call.
 
@@ -218,6 +219,7 @@ def transfer(
     Args:
         strict: whether all that is sent must be received.
         only: the sender's names of what is sent; by default all.
+        may: raises if this process can't take part; then all do.
 
     Returns:
         What moved; of a process that only receives, with the version that was sent.
@@ -226,6 +228,8 @@ def transfer(
         RuntimeProgramError: in all processes, before anything is sent: the programs are of different models.
     """
     began, own = time.monotonic(), channel.own
+    with channel.agreed():
+        may()
     held = {} if sender is None else _entries(sender, only)
     names_of = {name: _names(sender, name) for name in held} if sender is not None else {}
     offers = channel.gathered([(name, names_of[name], entry.shape) for name, entry in held.items()])
@@ -237,13 +241,18 @@ def transfer(
     had = {name: Held.of(each, names_of[name]) for name, each in sent.items()}
     with channel.agreed():
         outgoing, incoming, least = _planned(channel, (Layout(had), Layout(needed), socket.gethostname(), strict))
+    if isinstance(receiver, EngineTensors):
+        receiver.version = None
     exchange(channel, outgoing, incoming, view_of(sent), taken)
     if isinstance(receiver, State):
         receiver.parameters.loaded()
     received = sum(move.nbytes for move in incoming if move.source != own)
     # When all have arrived: nobody goes on with values of which others have a part.
     versions, moved, fewest = zip(*channel.gathered((version, received, least)))
-    return Transfer(sum(moved), sum(fewest), time.monotonic() - began, versions[channel.senders[0]])
+    found = Transfer(sum(moved), sum(fewest), time.monotonic() - began, versions[channel.senders[0]])
+    if isinstance(receiver, EngineTensors):
+        receiver.version = found.version
+    return found
 
 
 Plan = tuple[list[Move], list[Move], int]
