@@ -61,6 +61,7 @@ def emitted(name: str, folder: Path) -> Path:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(1 / 4)
 def test_every_rank_of_a_plan_runs_alone(name: str, tmp_path: Path) -> None:
     folder = emitted(name, tmp_path / "out")
     world = math.prod(PLANS[name][1]["mesh"].values())
