@@ -511,7 +511,8 @@ def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows(
 def test_a_cpu_hides_no_gathers_and_scatters(zero: int) -> None:
     """Its cores copy and add what gloo moves, which they can't do while they compute."""
     units, _, layout = _units(("llama", "pp=1", ""))
-    cluster, mesh = Cluster.of(DEVICES["CPU"], 1, 2), Mesh(dp_shard=2)
+    device = replace(DEVICES["CPU"], fsdp_hooks_s=0.0, fsdp_gather_s=0.0, fsdp_reduce_s=0.0)
+    cluster, mesh = Cluster.of(device, 1, 2), Mesh(dp_shard=2)
     alone, sharded = (
         Pricing(units, mesh, cluster, Execution(zero=each), dtype="fp32").stage_seconds(
             0, len(units), layout.microbatch_size

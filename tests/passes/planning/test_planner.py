@@ -22,7 +22,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import DEVICES, Device
+from graphpar.hardware.devices import DEVICES, PYTHON_S, Device
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
@@ -64,7 +64,7 @@ def program_of(name: str) -> Program:
 
 def small(memory: float = 1e12, launch: float = 1e-7) -> Device:
     """A device so slow that small programs are bound by what they compute."""
-    host = {"dispatch_s": 0.0, "hooks_s": 0.0, "policy_s": 0.0}
+    host = dict.fromkeys(("dispatch_s", *PYTHON_S), 0.0)
     return replace(A100, flops={"fp32": 1e11}, launch_s=launch, memory_bytes=int(memory), communicator_bytes=0, **host)
 
 
