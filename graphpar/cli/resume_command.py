@@ -110,7 +110,8 @@ def run(options: argparse.Namespace) -> Result:
         return Result(data, lambda console: _show(data, console))
     if not options.json:
         _show(data, stdout_console())
-    ran = data["run"] = run_command.launch(new, options.steps, checkpoint=options.checkpoint.resolve(), arguments=given)
+    there = options.checkpoint.resolve()
+    ran = data["run"] = run_command.launch(new, options.steps, math.inf, checkpoint=there, arguments=given)
     return Result(data, lambda console: run_command.show(ran, console))
 
 

@@ -340,6 +340,14 @@ before_exit: Callable[[str, bool], None] = _await_torchrun
 """What a rank that failed does before it says so and exits: given its error, and whether that is only the loss of another rank."""
 
 
+def _nothing(step: int) -> None:
+    pass
+
+
+after_resume: Callable[[int], None] = _nothing
+"""What a rank does once it knows the step from which its training goes on."""
+
+
 def _planned_memory(program: str | Path | None, rank: int) -> str:
     """Say what the plan expects a rank's memory to hold at its peak, where it was priced."""
     with suppress(RuntimeProgramError, OSError, KeyError, TypeError):

@@ -169,9 +169,16 @@ def test_where_there_is_no_plan_nothing_is_started_again(small: Path, tmp_path: 
     assert ended.returncode != 0 and ended.stderr.count("names the model file") == 1, ended.stderr
 
 
-def _elastic(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _elastic(out: Path, *options: str, restarts: int = 5) -> subprocess.CompletedProcess[str]:
     """Start three ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=5"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        f"--max-restarts={restarts}",
+    ]
     command += ["-m", "graphpar.runtime.launching.elastic", str(out), *options]
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, **own})
@@ -214,6 +221,19 @@ def test_an_error_of_the_script_ends_it(small: Path, tmp_path: Path, line: str) 
     ended = _elastic(out, "--steps", "3")
     assert ended.returncode != 0 and "ValueError: mine" in ended.stderr
     assert "the same error came twice" in ended.stderr and "restart" not in ended.stderr.partition("came twice")[2]
+
+
+@pytest.mark.costly
+def test_ranks_that_are_killed_at_one_step_are_not_started_for_ever(small: Path, tmp_path: Path) -> None:
+    shutil.copy(small.with_name("small.py"), tmp_path)
+    out = Path(shutil.copytree(small, tmp_path / "out"))
+    script = (out / "train.py").read_text()
+    place = script.index("                loss = pipeline")
+    line = "                if step == 1 and ranks.rank == 1: __import__('os').kill(__import__('os').getpid(), 9)\n"
+    (out / "train.py").write_text(script[:place] + line + script[place:])
+    ended = _elastic(out, "--steps", "3", restarts=50)
+    assert ended.returncode != 0
+    assert "5 times ranks were started from step 0 and did not come to a later one" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def test_the_newest_intact_snapshot_of_the_latest_checkpoint_is_taken_up(
 
     (folder / "snapshots").unlink()  # on purpose from the checkpoint
     assert alone(one, bench, folder, memory, 6) == (4, straight[4:6])
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))  # another run, whose snapshots these are not
+    assert alone(one, bench, copy, memory, 6) == (4, straight[4:6])
     shutil.rmtree(folder / "4")
     (folder / "latest").unlink()  # on purpose from the beginning, in the folder of before
     assert alone(one, bench, folder, memory, 1) == (0, straight[:1])
@@ -123,6 +125,49 @@ def test_too_little_memory_is_refused(
     with pytest.raises(SystemExit) as error:
         alone(one, bench, tmp_path / "ckpt", tmp_path / "none", 1)
     assert f"there is no folder {tmp_path / 'none'} for snapshots" in str(error.value.__cause__)
+
+
+class Pair:
+    """A group of two: what is sent comes to the other one."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def send(self, tensors: list[torch.Tensor], *_: int) -> Pair:
+        self.sent += [each.clone() for each in tensors]
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], *_: int) -> Pair:
+        tensors[0].copy_(self.sent.pop(0))
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_what_can_not_be_kept_keeps_nobody_waiting(tmp_path: Path) -> None:
+    pair: Any = Pair()
+    (source := tmp_path / "source").mkdir()
+    for name, size in (("a", 5), ("b", 0), ("c", 7)):
+        (source / name).write_bytes(bytes(range(size)))
+    snapshots._send(pair, sorted(source.iterdir()))
+    snapshots._received(pair, tmp_path / "kept", "0")
+    there = {each.name: each.read_bytes() for each in (tmp_path / "kept" / "0").iterdir()}
+    assert there == {"a": bytes(range(5)), "b": b"", "c": bytes(range(7))}
+
+    snapshots._send(pair, [])  # it could not write its own
+    snapshots._received(pair, tmp_path / "none", "0")
+    assert not (tmp_path / "none").exists()
+
+    snapshots._send(pair, sorted(source.iterdir()))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / ".0.part").write_text("")  # so that no file can be written there
+    with pytest.raises(OSError, match="part"):
+        snapshots._received(pair, tmp_path / "full", "0")
+    assert not pair.sent
 
 
 def test_each_rank_sends_to_the_same_place_of_the_next_node() -> None:

@@ -181,7 +181,7 @@ def _machine() -> str:
     return hashlib.sha256(repr(known).encode()).hexdigest()[:8]
 
 
-def _started(pid: int) -> str | None:
+def started(pid: int) -> str | None:
     """Say when a process was started, so that another one of its number is told from it; None where it has ended."""
     if not Path("/proc/self/stat").is_file():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -198,7 +198,7 @@ def _started(pid: int) -> str | None:
 def _owner() -> str:
     """Name this process, and one of the things that it writes."""
     pid = os.getpid()
-    return f"{_machine()}-{pid}-{_started(pid)}-{next(_numbers)}"
+    return f"{_machine()}-{pid}-{started(pid)}-{next(_numbers)}"
 
 
 def _has_ended(owner: str) -> bool | None:
@@ -206,7 +206,7 @@ def _has_ended(owner: str) -> bool | None:
     found = re.fullmatch(r"([0-9a-f]{8})-(\d+)-(\d+)-\d+", owner)
     if found is None or found[1] != _machine():
         return None
-    return _started(int(found[2])) != found[3]
+    return started(int(found[2])) != found[3]
 
 
 @contextlib.contextmanager

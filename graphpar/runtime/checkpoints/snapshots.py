@@ -12,13 +12,14 @@ written, the one before it is complete. A start takes one up only if the latest 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -134,13 +135,15 @@ class Snapshots:
             thread.start()
 
     def _write(self, folder: Path, entries: Mapping[str, Entry], record: Mapping[str, Any]) -> None:
-        part = folder / f".{self._rank}.part"
-        part.mkdir(parents=True)
-        write_boxes(part, entries)
-        write_record(part, record)
-        whole = part.rename(folder / str(self._rank))
-        if self._to is not None:
-            _send(self._to, whole)
+        part, files = folder / f".{self._rank}.part", list[Path]()
+        try:
+            part.mkdir(parents=True)
+            write_boxes(part, entries)
+            write_record(part, record)
+            files = sorted(part.rename(folder / str(self._rank)).iterdir())
+        finally:  # the other rank waits for it
+            if self._to is not None:
+                _send(self._to, files)
 
     def _noting(self, work: Callable[[], None]) -> None:
         try:
@@ -318,7 +321,7 @@ def _ranks(name: str) -> int:
 
 
 def _run_of(checkpoints: Path) -> str:
-    """Name the run that saves into a folder of checkpoints: as its file says, which goes with the folder."""
+    """Name the run that saves into a folder of checkpoints: by the name in its file, and by its path, so that a copy is another run."""
     file = checkpoints / RUN
     name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if not re.fullmatch(r"[0-9a-f]{16}", name):
@@ -326,7 +329,12 @@ def _run_of(checkpoints: Path) -> str:
         checkpoints.mkdir(parents=True, exist_ok=True)
         new.write_text(f"{name}\n", encoding="utf-8")
         new.replace(file)
-    return name
+    return hashlib.sha256(f"{name} {checkpoints.resolve()}".encode()).hexdigest()[:16]
+
+
+def has_left(checkpoints: Path, memory: Path) -> bool:
+    """Return whether a run that saves into this folder of checkpoints may have snapshots in this node's memory."""
+    return (checkpoints / RUN).is_file() and memory.is_dir()
 
 
 def _own_folder(folder: Path) -> Path:
@@ -364,10 +372,9 @@ def _on_next(rank: int, nodes: Sequence[str]) -> int | None:
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def _send(group: ProcessGroup, folder: Path) -> None:
-    """Send the files of a folder to the other rank of a group of two."""
+def _send(group: ProcessGroup, files: Sequence[Path]) -> None:
+    """Send the files of a folder to the other rank of a group of two; none where they could not be written."""
     other = 1 - group.rank()
-    files = sorted(folder.iterdir())
     listed = json.dumps([[file.name, file.stat().st_size] for file in files]).encode()
     for values in (torch.tensor([len(listed)]), torch.frombuffer(bytearray(listed), dtype=torch.uint8)):
         group.send([values], other, 0).wait()
@@ -379,19 +386,38 @@ def _send(group: ProcessGroup, folder: Path) -> None:
 
 
 def _received(group: ProcessGroup, folder: Path, name: str) -> None:
-    """Write what the other rank sends as a folder of this name."""
-    other, part = 1 - group.rank(), folder / f".{name}.part"
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], other, 0).wait()
+    """Write what the other rank sends as a folder of this name, if it has sent any.
+
+    Raises:
+        OSError: a file can't be written; the rest was received, too, so that the other rank does not wait.
+    """
+    size, part, errors = torch.zeros(1, dtype=torch.int64), folder / f".{name}.part", list[OSError]()
+    group.recv([size], 1 - group.rank(), 0).wait()
     listed = torch.empty(int(size), dtype=torch.uint8)
-    group.recv([listed], other, 0).wait()
-    part.mkdir(parents=True)
-    room = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
-    for file_name, left in json.loads(listed.numpy().tobytes()):
-        with (part / Path(file_name).name).open("wb") as file:
-            while left:
-                count = min(left, BUCKET_BYTES)
-                group.recv([room[:count]], other, 0).wait()
-                file.write(room[:count].numpy().data)
-                left -= count
-    part.rename(folder / name)
+    group.recv([listed], 1 - group.rank(), 0).wait()
+    sizes = json.loads(listed.numpy().tobytes())
+    for file_name, count in sizes:
+        pieces = _pieces(group, count)
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            with (part / Path(file_name).name).open("wb") as file:
+                for piece in pieces:
+                    file.write(piece.numpy().data)
+        except OSError as error:
+            errors.append(error)
+            for _ in pieces:
+                pass
+    if errors:
+        raise errors[0]
+    if sizes:
+        part.rename(folder / name)
+
+
+def _pieces(group: ProcessGroup, left: int) -> Iterator[Tensor]:
+    """Receive so many bytes from the other rank of a group of two, in pieces that are valid until the next one."""
+    room = torch.empty(min(left, BUCKET_BYTES), dtype=torch.uint8)
+    while left:
+        piece = room[:left]
+        group.recv([piece], 1 - group.rank(), 0).wait()
+        left -= len(piece)
+        yield piece

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphpar.runtime import distributed
 from graphpar.runtime.checkpoints import checkpoint
 from graphpar.runtime.checkpoints.adapters import Adapters
 from graphpar.runtime.checkpoints.engine_layouts import EngineTensors
 from graphpar.runtime.checkpoints.folders import MEMORY, is_in
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.checkpoints.snapshots import Snapshots
+from graphpar.runtime.checkpoints.snapshots import Snapshots, has_left
 from graphpar.runtime.checkpoints.weight_transfer import Channel, Peers, Transfer, all_ranks, engine_tensors, transfer
 from graphpar.runtime.checkpoints.weights import Unread, fill_all, held_names, load_all, no_weights, write_whole
 from graphpar.runtime.distributed import agreed, gather_objects
@@ -309,8 +310,14 @@ class Stored:
         state, progress = self._to_save("save_snapshot", optimizer)
         self._in_memory(path, memory).save(state, progress, step=step, data=data)
 
-    def drop_snapshots(self) -> None:
-        """Remove the snapshots that :meth:`save_snapshot` has kept: training has ended. A collective call."""
+    def drop_snapshots(self, path: str | Path | None = None, memory: str | Path = MEMORY) -> None:
+        """Remove the snapshots that :meth:`save_snapshot` has kept: training has ended. A collective call.
+
+        Args:
+            path, memory: the folder of checkpoints, and that of a node's memory, where an earlier start may have left some.
+        """
+        if self._snapshots is None and path is not None and all(gather_objects(has_left(Path(path), Path(memory)))):
+            self._in_memory(path, memory)
         if self._snapshots is not None:
             self._snapshots.drop()
             self._snapshots = None
@@ -394,6 +401,7 @@ class Stored:
         for name, value in self._settings(optimizer).items() if self.reports and loaded is not None else ():
             if value != requested[name]:
                 print(f"{name}: {value}, that of the checkpoint, not {requested[name]}", flush=True)
+        distributed.after_resume(loaded.step if loaded is not None else 0)
         return loaded
 
     def _settings(self, optimizer: Optimizer | None) -> dict[str, object]:

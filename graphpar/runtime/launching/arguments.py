@@ -49,7 +49,7 @@ _EXCLUDES = {
 
 def train_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that trains; end with a sentence where a value is wrong or an option would be ignored."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10)
     parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
     parser.add_argument(
@@ -111,7 +111,7 @@ def train_arguments(description: str) -> argparse.Namespace:
 
 def infer_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that infers; end with a sentence where a value is wrong or an option would be ignored."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10)
     _add_common(parser, "outputs", "outputs' shapes")
     return parsed(parser)
@@ -136,7 +136,7 @@ def _add_common(parser: argparse.ArgumentParser, saved: str, recorded: str) -> N
 
 def generate_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that generates; end with a sentence where a value is wrong."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     parser.add_argument("--tokens", action="append", type=token_ids, default=[], help="the same as ids: 15,3,8")
     parser.add_argument("--tokenizer", type=input_file, help="tokenizer.json, or its folder, for --prompt")

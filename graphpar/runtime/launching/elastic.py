@@ -8,13 +8,14 @@ Each change of the nodes starts the ranks again. The disk that holds OUT and the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
+import json
 import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,9 +23,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from graphpar.runtime import distributed
-from graphpar.runtime.checkpoints.folders import LATEST
+from graphpar.runtime.checkpoints.folders import started
 from graphpar.runtime.distributed import USER_ERROR, StopSignal
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.launching.process_supervisor import descendants
@@ -36,7 +38,10 @@ MISSED_S = 15.0
 """How long a rank whose training was asked to end on another node waits to be ended by torchrun, before it asks to be started again."""
 LOST_S = 60.0
 """After how long without a sign of rank 0 it is taken for lost."""
-LOOKING_S = 0.2
+LOOKING_S, WATCHING_S = 0.2, 1.0
+STARTS = 5
+"""How many times in a row the ranks of one program are started from the same step before training ends."""
+TORCHRUN = os.getppid()
 SAID_S = 3.0
 """How long a rank that lost another one waits for that to say that training is to end."""
 
@@ -88,19 +93,23 @@ def main(arguments: Sequence[str]) -> None:
             if not is_resumed(program, out, ranks):
                 _plan(out, program, ranks)
         _await(lambda: is_resumed(program, out, ranks), program)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        threading.Thread(target=_end_with_others, args=(_note(program, "failed"),), daemon=True).start()
+    _note_start(program, None)
     used = ranks_of(program)
     if rank >= used:
         _await(_note(program, "ended").is_file, program)
         return
     os.environ["WORLD_SIZE"] = str(used)
-    distributed.before_exit = partial(_note_failure, program, given)
+    distributed.before_exit = partial(_note_failure, program)
+    distributed.after_resume = partial(_note_start, program)
     sys.argv = [str(program / "train.py"), *given]
     sys.path.insert(0, str(program))  # as Python does for a script
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except BaseException as error:  # before the ranks have met, or from outside of their block
         if not isinstance(error, SystemExit) or error.code:
-            _note_failure(program, given, f"{type(error).__name__}: {error}", False)
+            _note_failure(program, f"{type(error).__name__}: {error}", False)
             raise
     if StopSignal.ended:
         _await_end()
@@ -153,45 +162,75 @@ def _await(done: Callable[[], bool], program: Path) -> None:
         time.sleep(LOOKING_S)
 
 
-def _note_failure(program: Path, given: Sequence[str], error: str, lost: bool) -> None:
-    """Let torchrun start the ranks again, as long as that may help: an error that comes a second time, with no checkpoint in between, ends
-    it on all nodes."""
+class _Begun:
+    """From which step this start of the ranks goes on; None until that is known."""
+
+    step: int | None = None
+
+
+def _note_start(program: Path, step: int | None) -> None:
+    """Count the starts from one step: ranks that are killed, or end without an error, are started again only as long as that may help."""
+    _Begun.step = step
+    if int(os.environ["RANK"]):
+        return
+    noted, launch = _note(program, "starts", "last"), f"{socket.gethostname()} {TORCHRUN} {started(TORCHRUN)}"
+    before: dict[str, Any] = {}
+    with contextlib.suppress(OSError, RuntimeProgramError):
+        before = read_object(noted)
+    if before.get("launch") != launch:
+        before = {"step": 0, "count": 0}
+    if step is None:
+        step, count = before["step"], before["count"] + 1
+    else:
+        count = before["count"] if step <= before["step"] else 1
+    noted.write_text(json.dumps({"launch": launch, "step": step, "count": count}), encoding="utf-8")
+    if count > STARTS:
+        _end_all(program, f"{STARTS} times ranks were started from step {step} and did not come to a later one")
+        raise SystemExit(USER_ERROR)
+
+
+def _note_failure(program: Path, error: str, lost: bool) -> None:
+    """Let torchrun start the ranks again, as long as that may help: an error that comes a second time after a start from the same step
+    ends it on all nodes."""
     failed = _note(program, "failed")
     if lost:
         deadline = time.monotonic() + SAID_S
         while not failed.exists() and time.monotonic() < deadline:
             time.sleep(LOOKING_S)
     elif not failed.exists():
-        noted, start = _note(program, "error", "last"), os.environ["MASTER_PORT"]
-        now = f"{_last_checkpoint(given)}\n{re.sub('[0-9]+', '', error)}"  # numbers such as ranks and addresses differ
-        started, _, before = noted.read_text(encoding="utf-8").partition("\n") if noted.is_file() else ("", "", "")
-        if started == start:  # another rank has noted its own
+        noted, own = _note(program, "error", "last"), os.environ["MASTER_PORT"]
+        now = f"{_Begun.step}\n{re.sub('[0-9]+', '', error)}"  # numbers such as ranks and addresses differ
+        start, _, before = noted.read_text(encoding="utf-8").partition("\n") if noted.is_file() else ("", "", "")
+        if start == own:  # another rank has noted its own
             return
         if before == now:
-            failed.touch()
-            print(
-                "the same error came twice without a checkpoint in between, so training ends on all nodes",
-                file=sys.stderr,
-            )
-        else:
-            noted.write_text(f"{start}\n{now}", encoding="utf-8")
+            _end_all(program, "the same error came twice after a start from the same step")
+            return
+        noted.write_text(f"{own}\n{now}", encoding="utf-8")
     if failed.exists():
         _end_torchrun()
 
 
-def _last_checkpoint(given: Sequence[str]) -> str:
-    """Return what the latest checkpoint is, of those in the folder that options of ``train.py`` name."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    options.add_argument("--checkpoint", type=Path)
-    with contextlib.suppress(argparse.ArgumentError, OSError, TypeError):
-        return Path(options.parse_known_args(given)[0].checkpoint, LATEST).read_text(encoding="utf-8")
-    return ""
+def _end_all(program: Path, why: str) -> None:
+    """End training on all nodes."""
+    _note(program, "failed").touch()
+    print(f"{why}, so training ends on all nodes", file=sys.stderr, flush=True)
+    _end_torchrun()
 
 
 def _end_torchrun() -> None:
     """End it on this node; this process goes on until it has said why."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.kill(os.getppid(), signal.SIGTERM)
+    if os.getppid() == TORCHRUN:  # it may have been killed
+        os.kill(TORCHRUN, signal.SIGTERM)
+
+
+def _end_with_others(failed: Path) -> None:
+    """End torchrun on this node, too, where a rank of another one has found that training is to end."""
+    while not failed.exists():
+        time.sleep(WATCHING_S)
+    if os.getppid() == TORCHRUN:
+        os.kill(TORCHRUN, signal.SIGTERM)
 
 
 def _end_with(planner: int) -> None:

@@ -130,6 +130,7 @@ class Training:
         memory = args.snapshots if args.snapshot_every else None
         saved = pipeline.resume(args.checkpoint, optimizer, memory=memory) if args.checkpoint else None
         self._first = saved.step if saved else 0
+        self._from_memory = saved is not None and memory is not None and memory.absolute() in saved.path.parents
         # Under any plan training goes on with the next examples.
         self._begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0
         self.schedule = pipeline.lr_schedule(optimizer, self._first, _schedule(args))
@@ -187,6 +188,7 @@ class Training:
         self._end_if_no_better()
         if args.snapshot_every and 0 < self._first < args.steps:
             self._save_snapshot(self._first)  # nodes that have been replaced have none
+        on_disk = not self._from_memory
         for step in range(self._first, 0 if self._ends else args.steps):
             self._instruments.begin(step)
             self._step, began = step, time.perf_counter()
@@ -204,9 +206,11 @@ class Training:
             if args.snapshot_every and not last and done % args.snapshot_every == 0:
                 self._save_snapshot(done)
             if last:
-                pipeline.drop_snapshots()
-                self._stopped = StopSignal.ended = stopped
+                self._stopped, on_disk = stopped, True
+                StopSignal.ended = stopped
                 break
+        if args.checkpoint and on_disk:
+            pipeline.drop_snapshots(args.checkpoint, args.snapshots)
         self._finished = True
 
     def _evaluated(self) -> bool:
