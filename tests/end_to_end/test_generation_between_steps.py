@@ -15,7 +15,8 @@ import graphpar as gp
 from examples import grpo
 from graphpar.errors import GraphparError
 from graphpar.runtime import Pipeline, start
-from graphpar.runtime.generation.prompts import Sampling
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.generation.prompts import Request, Sampling, check_alike
 from graphpar.verification.type_check import check_folder
 from tests.models import actor_critic, architectures
 from tests.ranks import between_steps_script
@@ -208,6 +209,22 @@ def test_a_buffer_that_evaluation_writes_and_reads_is_refused() -> None:
     ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
     with pytest.raises(GraphparError, match=r"writes the buffer 'calls'.* and computes with it"):
         gp.export(Annealed, (ids,), mode="generate")
+
+
+@pytest.mark.parametrize(
+    ("argument", "other"),
+    [
+        ("prompts", Request([[2]], [3], Sampling(), frozenset())),
+        ("max_new_tokens", Request([[1]], [4], Sampling(), frozenset())),
+        ("do_sample", Request([[1]], [3], Sampling(do_sample=True), frozenset())),
+        ("eos_token_id", Request([[1]], [3], Sampling(), frozenset([5]))),
+    ],
+)
+def test_ranks_that_ask_for_different_tokens_are_told(argument: str, other: Request) -> None:
+    own = Request([[1]], [3], Sampling(), frozenset())
+    check_alike([own.digests, Request([[1]], [3], Sampling(seed=9), frozenset()).digests])
+    with pytest.raises(RuntimeProgramError, match=f"ranks 0 and 2 generate with different {argument};"):
+        check_alike([own.digests, own.digests, other.digests])
 
 
 def test_what_can_not_generate_is_refused() -> None:

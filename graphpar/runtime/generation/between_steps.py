@@ -24,6 +24,7 @@ from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.branches import Branches
 from graphpar.runtime.stages.own_stages import OwnStages
 from graphpar.runtime.state.parameters import Replicated
+from graphpar.runtime.state.replicas import check_program
 
 Slots = dict[str, Any]
 """The parameters, or the buffers, of one module by name."""
@@ -46,6 +47,8 @@ class BetweenSteps:
     def __init__(self, folder: Path, stages: Sequence[nn.Module], parameters: Replicated, device: torch.device) -> None:
         with agreed():
             self.program = load_manifest(folder)
+        with agreed():
+            check_program(self.program)
         self.groups = Groups(self.program.mesh, device)
         self._parameters = parameters
         with agreed():
