@@ -17,6 +17,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.passes.evaluation import placed_as_stored
+from graphpar.passes.normalize.buffer_uses import written_buffers_of
 from graphpar.passes.planning.constraints import decided_by, exported_precision
 from graphpar.passes.planning.planned import Planned
 from graphpar.passes.split import positions_of, split
@@ -47,7 +48,7 @@ def generating_of(trained: Program, plan: Planned) -> tuple[Program, Planned]:
         )
     kept = {axis: degree for axis, degree in degrees.items() if axis in ("pp", "ep", "tp")}
     mesh = Mesh(**kept, dp_replicate=plan.mesh.size // math.prod(kept.values()))
-    program = _with_read_weights(trained.generating(-(-plan.global_batch // (mesh.dp_replicate * mesh.pp))))
+    program = _with_read_weights(trained, trained.generating(-(-plan.global_batch // (mesh.dp_replicate * mesh.pp))))
     parameters = {
         name: {axis: kind for axis, kind in types.items() if axis in kept}
         for name, types in plan.sharding.parameters.items()
@@ -78,8 +79,12 @@ def generating_of(trained: Program, plan: Planned) -> tuple[Program, Planned]:
     return program, Planned(**fields, sharded=found, warnings=program.warnings)
 
 
-def _with_read_weights(program: Program) -> Program:
-    """Return the program without parameters and buffers that only training reads, such as those of a frozen reference."""
+def _with_read_weights(trained: Program, program: Program) -> Program:
+    """Return the program without parameters and buffers that only training reads, such as those of a frozen reference.
+
+    Buffers that training writes count as persistent, as a checkpoint would be the only other way for their values: they are lent.
+    """
+    written = {name for uses in written_buffers_of(trained).uses for name in trained.tie_of(uses.name)}
     read: set[str] = set()
     for node in program.graph.nodes:
         if node.op == "call_module":
@@ -89,7 +94,11 @@ def _with_read_weights(program: Program) -> Program:
             read.add(str(node.target))
     read |= {other for name in read for other in program.tie_of(name)}
     parameters = {name: info for name, info in program.parameters.items() if name in read}
-    buffers = {name: info for name, info in program.buffers.items() if name in read}
+    buffers = {
+        name: replace(info, persistent=info.persistent or name in written)
+        for name, info in program.buffers.items()
+        if name in read
+    }
     ties = tuple(group for group in program.ties if group[0] in read)
     return replace(program, parameters=parameters, buffers=buffers, ties=ties)
 
@@ -104,14 +113,15 @@ def with_generation(plan: Plan, trained: Estimate, generating: Estimate) -> Esti
 
 
 def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:
-    """Check that each rank has, of what it trains, the weights and persistent buffers that it generates with.
+    """Check that each rank has, of what it trains, the weights and buffers that it generates with.
 
     Raises:
         GraphparError: one has not.
     """
     for rank in range(plan.mesh.pp):
         held, read = (_stored(plan, stages, rank) for stages in (trained, generating))
-        if other := sorted(read - held):
+        buffers = generating[0].buffers
+        if other := sorted(name for name in read - held if name not in buffers or buffers[name].persistent):
             raise GraphparError(
                 f"On pp rank {rank} the model generates with {listed(other, 4)}, which that rank does not train; split the model elsewhere "
                 "(--split)."
@@ -128,5 +138,4 @@ def _stored(plan: Plan, of: Stages, rank: int) -> set[str]:
             own |= {
                 name for name in (*program.parameters, *program.buffers) if name in infos or name.startswith(inside)
             }
-    kept = {name for name in own if name in program.parameters or program.buffers[name].persistent}
-    return kept.union(*map(program.tie_of, kept))
+    return own.union(*map(program.tie_of, own))

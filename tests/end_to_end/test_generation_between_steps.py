@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import graphpar as gp
 from examples import grpo
 from graphpar.errors import GraphparError
-from graphpar.runtime.generation.prompts import Sampling
+from graphpar.runtime import Pipeline, start
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.generation.prompts import Request, Sampling, check_alike
 from graphpar.verification.type_check import check_folder
 from tests.models import actor_critic, architectures
 from tests.ranks import between_steps_script
@@ -153,6 +157,74 @@ _forward = Stage1.forward
 Stage1.forward = lambda self, hidden, **inputs: _forward(self, hidden.flip(-1), **inputs)
 """
 """Emitted code that computes with something else than it received."""
+
+
+class Counting(grpo.GPT):
+    """Training counts its steps in a buffer that is not saved, by which the logits are scaled; every forward counts in another."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.steps.add_(1)
+        self.calls.add_(1)
+        logits: Tensor = super().forward(tokens) * (1 + self.steps)
+        return logits
+
+
+class Annealed(Counting):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.calls
+
+
+def likelihood(logits: Tensor, chosen: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), chosen.flatten())
+
+
+def test_buffers_are_as_training_left_them(tmp_path: Path) -> None:
+    ids = torch.arange(4 * grpo.POSITIONS).view(4, -1) % grpo.DIGITS
+    program = gp.export(Counting, (ids,), loss_fn=likelihood, targets=(ids,), mode="train,generate")
+    model = Counting()
+    folder = gp.partition(program, gp.plan(program)).save(tmp_path / "out", weights=model.state_dict())
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        buffers = dict(pipeline.stages[0].named_buffers())
+        for step in range(3):
+            model.eval()
+            with torch.no_grad():
+                logits = model(ids)
+            torch.testing.assert_close(pipeline.logits(ids), logits)
+            pipeline.generate(ids[:, :3].tolist(), 3)
+            assert buffers["calls"] == buffers["steps"] == step
+            pipeline.step({"tokens": ids, "chosen": ids})
+            model.train()
+            model(ids)
+
+
+def test_a_buffer_that_evaluation_writes_and_reads_is_refused() -> None:
+    ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
+    with pytest.raises(GraphparError, match=r"writes the buffer 'calls'.* and computes with it"):
+        gp.export(Annealed, (ids,), mode="generate")
+
+
+@pytest.mark.parametrize(
+    ("argument", "other"),
+    [
+        ("prompts", Request([[2]], [3], Sampling(), frozenset())),
+        ("max_new_tokens", Request([[1]], [4], Sampling(), frozenset())),
+        ("do_sample", Request([[1]], [3], Sampling(do_sample=True), frozenset())),
+        ("eos_token_id", Request([[1]], [3], Sampling(), frozenset([5]))),
+    ],
+)
+def test_ranks_that_ask_for_different_tokens_are_told(argument: str, other: Request) -> None:
+    own = Request([[1]], [3], Sampling(), frozenset())
+    check_alike([own.digests, Request([[1]], [3], Sampling(seed=9), frozenset()).digests])
+    with pytest.raises(RuntimeProgramError, match=f"ranks 0 and 2 generate with different {argument};"):
+        check_alike([own.digests, own.digests, other.digests])
 
 
 def test_what_can_not_generate_is_refused() -> None:

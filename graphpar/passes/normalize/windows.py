@@ -25,12 +25,13 @@ from torch import Tensor, fx
 from graphpar.emitted import kv_cache
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import batch_coefficients, batch_dims_of, is_size, size_factor
-from graphpar.ir.program import NOT_SYMBOLIC, Program, operator_name, value_of, where
+from graphpar.ir.program import NOT_SYMBOLIC, Program, ancestors, operator_name, value_of, where
 from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.attention_idioms import mask_window, without_mask, without_repeats, written_attention
+from graphpar.passes.normalize.buffer_uses import written_buffers_of
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call
@@ -61,6 +62,7 @@ def use_windows(program: Program) -> Program:
     results: Any = graph.output_node().args[0]
     graph.output_node().args = ((results[place],),)
     remove_dead_code(graph)
+    _leave_buffers(graph, program)
     _check_sizes(graph, program)
     masks = Masks(program.with_graph(graph))
     for node in list(graph.nodes):
@@ -85,6 +87,29 @@ def use_windows(program: Program) -> Program:
     made = program.with_graph(graph, outputs=(logits,))
     _check(made)
     return made
+
+
+def _leave_buffers(graph: fx.Graph, program: Program) -> None:
+    """Drop what writes buffers, such as counts of calls: how often a stage computes follows from how sequences are grouped.
+
+    Raises:
+        GraphparError: what is written is read.
+    """
+    written = written_buffers_of(program.with_graph(graph))
+    read = ancestors(graph.output_node())
+    for uses in written.uses:
+        if uses.name in program.branches:  # notes of other branches, which are looked at
+            continue
+        if any(name == uses.name and node in read for node, name in written.memory.items()):
+            assert uses.last_write is not None
+            raise GraphparError(
+                f"{program.name} can't generate: in evaluation its forward writes the buffer {uses.name!r}{where(uses.last_write)} and "
+                "computes with it, so tokens would depend on how many forwards came before; write it in training alone (if self.training)."
+            )
+        for node in reversed(uses.nodes):
+            if not node.users:
+                graph.erase_node(node)
+    remove_dead_code(graph)
 
 
 def is_windowed(program: Program) -> bool:

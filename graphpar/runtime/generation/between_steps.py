@@ -24,6 +24,7 @@ from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.branches import Branches
 from graphpar.runtime.stages.own_stages import OwnStages
 from graphpar.runtime.state.parameters import Replicated
+from graphpar.runtime.state.replicas import check_program
 
 Slots = dict[str, Any]
 """The parameters, or the buffers, of one module by name."""
@@ -46,16 +47,18 @@ class BetweenSteps:
     def __init__(self, folder: Path, stages: Sequence[nn.Module], parameters: Replicated, device: torch.device) -> None:
         with agreed():
             self.program = load_manifest(folder)
+        with agreed():
+            check_program(self.program)
         self.groups = Groups(self.program.mesh, device)
         self._parameters = parameters
         with agreed():
-            lenders = dict(_slots(stages))
+            lenders = dict(_slots(stages, every=True))
             for names in self.program.ties:
                 held = next((lenders[name] for name in names if name in lenders), None)
                 lenders |= {} if held is None else {name: held for name in names if name not in lenders}
-            self.own = own = OwnStages(self.program, self.groups, device, None, None, lenders)
+            self.own = own = OwnStages(self.program, self.groups, device, None, None, lent=True)
             self._lent: list[tuple[Slots, str, Slots, str]] = []
-            for name, (slots, place) in _slots(own.modules):
+            for name, (slots, place) in _slots(own.modules, every=False):
                 if name not in lenders:
                     raise RuntimeProgramError(
                         f"{folder} computes with {name}, which this rank does not train; compile the model again"
@@ -87,13 +90,13 @@ class BetweenSteps:
         self.groups.close()
 
 
-def _slots(stages: Sequence[nn.Module]) -> Iterator[tuple[str, tuple[Slots, str]]]:
-    """Yield each parameter and persistent buffer by its name, with where it is."""
+def _slots(stages: Sequence[nn.Module], every: bool) -> Iterator[tuple[str, tuple[Slots, str]]]:
+    """Yield each parameter and persistent buffer, or ``every`` buffer, by its name, with where it is."""
     for stage in stages:
         for path, module in stage.named_modules():
             for slots, names in (
                 (module._parameters, set(module._parameters)),
-                (module._buffers, set(module._buffers) - module._non_persistent_buffers_set),
+                (module._buffers, set(module._buffers) - (set() if every else module._non_persistent_buffers_set)),
             ):
                 for name in names:
                     if slots[name] is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.distributed import agreed, gather_objects, gather_tensors
-from graphpar.runtime.generation.prompts import Sampling, requested
+from graphpar.runtime.generation.prompts import Sampling, check_alike, requested
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.stages.batches import share_of
@@ -148,6 +148,8 @@ class Generator:
         """Check what :meth:`graphpar.runtime.pipeline.Pipeline.generate` was asked, and do it."""
         with agreed():
             request = requested(self.program, prompts, new_tokens, mask, seed, choice)
+        with agreed():
+            check_alike(gather_objects(request.digests))
         return self.generate(request.prompts, request.new_tokens, request.sampling, request.ends, show)
 
     # ---- generation: rounds --------------------------------------------------------------------------------------

@@ -41,6 +41,35 @@ class Request:
     sampling: Sampling
     ends: frozenset[int]
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """What is the same where ranks ask for the same, by the name of the argument."""
+        asked = {
+            "prompts": self.prompts,
+            "max_new_tokens": self.new_tokens,
+            "eos_token_id": sorted(self.ends),
+            **vars(self.sampling),
+            "seed": self.sampling.seed if self.sampling.do_sample else None,
+        }
+        return {name: hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest() for name, value in asked.items()}
+
+
+def check_alike(digests: Sequence[Mapping[str, str]]) -> None:
+    """Check that ranks ask for the same: each computes its part of all that is asked.
+
+    Args:
+        digests: of each rank's request.
+
+    Raises:
+        RuntimeProgramError: two do not.
+    """
+    for rank, theirs in enumerate(digests):
+        for name, own in digests[0].items():
+            if theirs[name] != own:
+                raise RuntimeProgramError(
+                    f"ranks 0 and {rank} generate with different {name}; all ranks pass the same prompts and options, and get all answers"
+                )
+
 
 def requested(
     program: Manifest,

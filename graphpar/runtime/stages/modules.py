@@ -184,10 +184,10 @@ def materialise(
     device: torch.device,
     working: Mapping[str, torch.dtype] = MappingProxyType({}),
     home: torch.device | None = None,
-    lent: Collection[str] = (),
+    lent: bool = False,
 ) -> None:
-    """Give every parameter and buffer but those of ``lent`` memory on ``device``, shards on ``home``; those of ``working`` in these dtypes,
-    with gradients in their own.
+    """Give every parameter and buffer, where these are ``lent`` those alone that are not persistent, memory on ``device``, shards on
+    ``home``; those of ``working`` in these dtypes, with gradients in their own.
 
     ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
     """
@@ -205,10 +205,10 @@ def materialise(
                     made[id(tensor)].grad_dtype = tensor.dtype
         return made[id(tensor)]
 
-    for path, owner in module.named_modules():
+    for owner in module.modules():
         for slots in cast(tuple[dict[str, Any], ...], (owner._parameters, owner._buffers)):
             for name, tensor in slots.items():
-                if tensor is not None and (f"{path}.{name}" if path else name) not in lent:
+                if tensor is not None and (not lent or name in owner._non_persistent_buffers_set):
                     slots[name] = empty(tensor)
 
 

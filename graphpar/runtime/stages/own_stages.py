@@ -5,7 +5,7 @@ stage_0.py ──► a module without memory ──ZeRO 2, 3: its units as FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class OwnStages:
     Args:
         backend: of ``torch.compile``, which compiles their blocks; None: they run as they are.
         host: where what the plan says is moved; None: nowhere, since the device is the host, or the plan says nothing.
-        lent: names of parameters and buffers that get no memory, since another program's are used.
+        lent: parameters and persistent buffers get no memory, since another program's are used.
 
     Attributes:
         home: the device on which shards of parameters and their gradients live: the host's memory, or that of this rank's device.
@@ -60,7 +60,7 @@ class OwnStages:
         device: torch.device,
         backend: str | None,
         host: Host | None,
-        lent: Collection[str] = (),
+        lent: bool = False,
     ) -> None:
         self._lent = lent
         self.program, self.groups, self._device, self._backend = program, groups, device, backend
