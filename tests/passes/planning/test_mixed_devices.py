@@ -206,8 +206,19 @@ def test_a_plan_for_other_hardware_says_so(program: gp.Program) -> None:
     plan = gp.plan(program, cluster(SLOW, 4), mesh={"dp_replicate": 4})
     with pytest.raises(gp.GraphparError, match="Stages of 4 ranks have devices of several kinds on 2x1xfast"):
         estimate_plan(program, plan, Cluster.mixed([cluster(FAST, 2), cluster(SLOW, 2)]))
-    with pytest.raises(gp.GraphparError, match="what-if prices devices of one kind alone"):
-        Change(network=2.0).on(MIX)
+    with pytest.raises(gp.GraphparError, match="kinds; give --cluster instead of --devices"):
+        Change(devices=6).on(MIX)
+
+
+@pytest.mark.parametrize("change", [{"network": 0.25}, {"cluster": cluster(SLOW, 3)}, {"cluster": "before"}], ids=str)
+def test_what_if_prices_each_stage_on_its_devices(program: gp.Program, change: dict[str, Any]) -> None:
+    plan = gp.plan(program, cluster(SLOW, 3) if change.get("cluster") == "before" else MIX, mesh={"pp": 3})
+    answer = gp.what_if(plan, **change | ({"cluster": MIX} if change.get("cluster") == "before" else {}))
+    direct = gp.estimate(program, plan, answer.cluster)
+    assert answer.same is not None and answer.same.estimate.devices == direct.devices
+    assert answer.same.estimate.step_time_s == pytest.approx(direct.step_time_s, rel=1e-9)
+    assert answer.same.estimate.rooms == direct.rooms
+    assert answer.before.estimate.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
 def test_reports_and_launch_files_name_the_kinds(program: gp.Program) -> None:
