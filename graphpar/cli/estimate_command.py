@@ -34,8 +34,8 @@ from graphpar.passes.planning.prices import pricing_of
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.report.memory_table import memory_text
 from graphpar.report.report import compile_json, render, report_data, with_alone
-from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import SEQ, Seq
 from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.runtime.plan_record import kept_report

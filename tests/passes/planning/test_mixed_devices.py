@@ -190,6 +190,21 @@ def test_what_is_wrong_in_groups_is_named(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({"headroom": 0.3}, "headroom is of all groups; leave it out of each"),
+        ({"nodes": 0}, "groups[1]: nodes is 0; it must be a whole number above 0"),
+        ({"device": {"kind": "cuda"}}, "groups[1]: device: the field 'flops' is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_group_is_named(field: dict[str, Any], expected: str) -> None:
+    group = {"nodes": 1, "devices_per_node": 8, "device": "A100"}
+    with pytest.raises(gp.GraphparError) as caught:
+        Cluster.from_json({"groups": [group, group | field]})
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
     ("mesh", "expected"),
     [
         ({"pp": 2, "dp_replicate": 12}, "+2x8xA100-SXM-80GB has 8 of H100-SXM-80GB, 16 of A100-SXM-80GB: take a pp"),
@@ -218,6 +233,7 @@ def test_what_if_prices_each_stage_on_its_devices(program: gp.Program, change: d
     assert answer.same is not None and answer.same.estimate.devices == direct.devices
     assert answer.same.estimate.step_time_s == pytest.approx(direct.step_time_s, rel=1e-9)
     assert answer.same.estimate.rooms == direct.rooms
+    assert plan.predicted is not None
     assert answer.before.estimate.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
