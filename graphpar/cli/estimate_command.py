@@ -35,6 +35,7 @@ from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.report.memory_table import memory_text
 from graphpar.report.report import compile_json, render, report_data, with_alone
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import SEQ, Seq
 from graphpar.runtime.options import Request, flag_of, options_of
 from graphpar.runtime.plan_record import kept_report
@@ -103,6 +104,8 @@ def _asked(options: argparse.Namespace) -> _Asked:
     for name in ("cluster", "memory_headroom"):
         requested.pop(name, None)
     if options.plan is None:
+        if cluster is not None and "mesh" in requested:
+            requested["mesh"] = Mesh.pinned(Mesh.parse(requested["mesh"]), cluster.size)
         pins = plan_request(**requested)  # without hardware nothing is searched
         precision = asked_precision(options, options.cluster)
         seq = None if options.seq is None else SEQ.check("seq", options.seq)

@@ -17,6 +17,7 @@ from graphpar.cost_models.kept_plans import KEPT_PLANS, Answer, Change, KeptPlan
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
+from graphpar.report.data import host_misfits
 from graphpar.report.phrases import mesh_text
 from graphpar.runtime.mesh import Mesh
 from graphpar.text import bytes_text, plural, seconds_text, share_text, spread_text
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> Result:
     if "cluster" in given:
         given["cluster"] = Cluster.parse(given["cluster"])
     if "mesh" in given:
-        given["mesh"] = Mesh.pinned(Mesh.parse(given["mesh"]))
+        given["mesh"] = Mesh.parse(given["mesh"])
     change = Change(network=options.network, **given)
     if change == Change():
         raise GraphparError(
@@ -115,7 +116,9 @@ def _show(console: Console, answer: Answer, change: Change) -> None:
     lines = [""]
     if answer.same is None:
         lines.append(f" The same plan can't be that: {str(answer.why_not).removesuffix('.')}.")
-    lines += [f" {_against(plan, answer, heading)}" for heading, plan in now.items() if plan is not None]
+    for heading, plan in now.items():
+        if plan is not None:
+            lines.append(f" {' '.join([_against(plan, answer, heading), *host_misfits(plan.estimate)])}")
     if answer.best is None:
         lines.append(" None of the kept plans fits.")
     lines.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -28,6 +29,7 @@ from graphpar.hardware.devices import check_number
 from graphpar.ir.plan import Plan
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.options import Decisions, check_decisions
+from graphpar.text import plural
 
 KEPT_PLANS = "kept.json"
 """The file of a program's folder in which they are."""
@@ -132,10 +134,6 @@ class Change:
             GraphparError: the devices are of another kind, or fill no nodes.
         """
         found = old if self.cluster is None else self.cluster
-        if old.groups or found.groups:
-            raise GraphparError(
-                "what-if prices devices of one kind alone; plan for a cluster of several kinds with compile."
-            )
         if found.device.kind != old.device.kind:
             raise GraphparError(
                 f"the plan is for {old}; programs for a {found.device.kind} device are others: compile the model for {found}."
@@ -143,14 +141,18 @@ class Change:
         if self.devices is not None:
             found = _resized(found, self.devices)
         if self.network is not None:
-            name = "inter_node" if found.nodes > 1 else "intra_node"
-            pods = tuple(replace(pod, link=pod.link.times(self.network)) for pod in found.pods)
-            found = replace(found, **{name: getattr(found, name).times(self.network)}, pods=pods)
+            found = found.with_network(self.network)
         kept = old.headroom if found.headroom is None else found.headroom
         return found.with_headroom(kept if self.memory_headroom is None else self.memory_headroom)
 
 
 def _resized(cluster: Cluster, devices: int) -> Cluster:
+    if cluster.groups and devices != cluster.size:
+        raise GraphparError(
+            f"{cluster} has devices of several kinds; give --cluster instead of --devices, to say how many of each."
+        )
+    if devices == cluster.size:
+        return cluster
     if devices <= cluster.devices_per_node or (cluster.nodes == 1 and cluster.device.kind == "cpu"):
         return replace(cluster, nodes=1, devices_per_node=devices)
     if devices % cluster.devices_per_node:
@@ -186,6 +188,7 @@ class Repriced:
             "zero": self.zero,
             "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "fits": self.fits,
+            "host_missing_bytes": max(0, found.host_missing_bytes),
             **{
                 name: found.to_json()[name]
                 for name in (
@@ -248,7 +251,7 @@ def what_if(kept: KeptPlans, change: Change, decided: Plan) -> Answer:
     began = time.perf_counter()
     cluster, batch = change.on(kept.cluster), change.global_batch or kept.global_batch
     decided.precision.check_units(cluster.device)
-    prices, chosen = _Prices(kept, cluster), kept.plans[0]
+    prices, chosen, wanted = _Prices(kept, cluster), kept.plans[0], Mesh.pinned(change.mesh, cluster.size)
     before = _Prices(kept, kept.cluster).priced(chosen, chosen.mesh, chosen.layout, exact=True)
     found: list[tuple[Repriced, Callable[[], Repriced]]] = []  # each with what prices all of its microbatches
     same: Repriced | None = None
@@ -256,7 +259,7 @@ def what_if(kept: KeptPlans, change: Change, decided: Plan) -> Answer:
     for plan in kept.plans:
         own = change.microbatch_size or plan.layout.microbatch_size
         try:
-            scaled = _scaled(kept, plan, cluster.size, change.mesh)
+            scaled = _scaled(kept, plan, cluster.size, wanted)
         except GraphparError as error:
             why_not = str(error) if plan is chosen else why_not
             continue
@@ -273,7 +276,7 @@ def what_if(kept: KeptPlans, change: Change, decided: Plan) -> Answer:
                 same = prices.priced(scaled, scaled.mesh, layout, exact=True)
     if not found:
         raise GraphparError(
-            f"none of the {len(kept.plans)} kept plans can have a batch of {batch} on {cluster.size} devices"
+            f"none of the {len(kept.plans)} kept plans can have a batch of {batch} on {plural(cluster.size, 'device')}"
             f"{' with this mesh' if change.mesh else ''}: {str(why_not).removesuffix('.')}. Only microbatches and replicas are changed; "
             "compile the model for it."
         )
@@ -309,7 +312,7 @@ def _scaled(kept: KeptPlans, plan: KeptPlan, devices: int, wanted: Mapping[str, 
         axis = "dp_replicate"
     if degrees[axis] * devices % mesh.size:
         raise GraphparError(
-            f"the plan has the mesh {mesh.text}, of which no number of replicas makes up {devices} devices"
+            f"the plan has the mesh {mesh.text}, of which no number of replicas makes up {plural(devices, 'device')}"
         )
     mesh = replace(mesh, **{axis: degrees[axis] * devices // mesh.size})
     if any(mesh.degrees().get(axis) != degree for axis, degree in wanted.items()):
@@ -381,11 +384,10 @@ class _Prices:
 
     def fitted(self, plan: KeptPlan, mesh: Mesh, layout: Layout) -> tuple[str | None, Repriced]:
         """Price the plan with the recomputation that is the fastest that fits: its own (None), or one of the others for all blocks."""
-        room, ways = self.cluster.room_bytes, [None, *plan.others]
-        needs = {
-            how: max(self.of(plan, mesh, plan.units if how is None else plan.others[how]).totals(layout))
-            for how in ways
-        }
-        able = [how for how in ways if needs[how] <= room] or [min(ways, key=needs.__getitem__)]
+        ways, missing = [None, *plan.others], {}
+        for how in ways:
+            pricing = self.of(plan, mesh, plan.units if how is None else plan.others[how])
+            missing[how] = max(map(operator.sub, pricing.totals(layout), pricing.rooms))
+        able = [how for how in ways if missing[how] <= 0] or [min(ways, key=missing.__getitem__)]
         found = [(how, self.priced(plan, mesh, layout, how)) for how in able]
         return min(found, key=lambda each: (max(0, each[1].estimate.missing_bytes), each[1].estimate.step_time_s))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.hardware import this_machine
-from graphpar.hardware.devices import DEVICES, Device, Link, check_number, device_named
+from graphpar.hardware.devices import DEVICES, HOST_S, Device, Link, check_number, device_named
 from graphpar.hardware.mixed_devices import best_device, best_link
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
@@ -31,6 +31,8 @@ _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:js
 _PROFILE = ("graphpar", "machine", "disturbed", "error", "measured")
 """Fields of a profile of ``graphpar calibrate`` besides those of a cluster."""
 _LINKS = ("intra_node", "inter_node")
+_LEAST_FIGURE = 1e5
+"""No device has fewer bytes, bytes a second or flop/s: a smaller figure of a file is in another unit."""
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
 HEADROOM = 0.05
 """The share of a GPU's memory that plans leave free: by about as much predictions of published runs' memory are off (docs/planning.md)."""
@@ -207,6 +209,8 @@ class Cluster:
         per_node = {each.devices_per_node for each in groups}
         if len(groups) < 2 or any(each.groups or each.pods or each.devices_per_host for each in groups):
             raise GraphparError("groups are two or more, without groups, pods or hosts of their own.")
+        if any(each.headroom is not None for each in groups):
+            raise GraphparError("headroom is of all groups; leave it out of each, and give it next to groups.")
         if len(per_node) > 1:
             raise GraphparError(
                 f"nodes of all groups must have as many devices; they have {', '.join(map(str, sorted(per_node)))}."
@@ -221,6 +225,16 @@ class Cluster:
             min((each for each in hosts if each is not None), default=None),
             groups=tuple(groups),
         )
+
+    def with_network(self, times: float) -> Cluster:
+        """Return it with ``times`` the bandwidth between nodes, or in the node where there is one."""
+        name = "inter_node" if self.nodes > 1 else "intra_node"
+
+        def faster(each: Cluster) -> Cluster:
+            pods = tuple(replace(pod, link=pod.link.times(times)) for pod in each.pods)
+            return replace(each, **{name: getattr(each, name).times(times)}, pods=pods)
+
+        return replace(faster(self), groups=tuple(map(faster, self.groups)))
 
     def grown(self, times: int) -> Cluster:
         """Multiply the number of devices: full nodes first, where the device has a usual number, then more nodes."""
@@ -305,7 +319,7 @@ class Cluster:
                 raise GraphparError(
                     "groups must be a list of tables with nodes, devices_per_node and device, in the order of ranks."
                 )
-            made = Cluster.mixed(list(map(Cluster.from_json, data["groups"])))
+            made = Cluster.mixed([_named(f"groups[{place}]", each) for place, each in enumerate(data["groups"])])
             kind = {"kind": made.device.kind}
             if data.get("device", kind) != kind:
                 raise GraphparError("groups have devices of their own; leave the field 'device' out.")
@@ -363,9 +377,47 @@ def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:
-        return Cluster.from_json(_read_fields(file) | counted)
+        found = Cluster.from_json(_read_fields(file) | counted)
+        for each in found.groups or (found,):
+            _check_units(each)
+        return found
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
+
+
+def _named(where: str, data: Mapping[str, Any]) -> Cluster:
+    """Read a cluster of a file; messages say ``where`` in it."""
+    try:
+        return Cluster.from_json(data)
+    except GraphparError as error:
+        raise GraphparError(f"{where}: {error}") from None
+
+
+def _check_units(cluster: Cluster) -> None:
+    """Check that figures are in the units of their fields, and not in GB/s or microseconds.
+
+    Raises:
+        GraphparError: no hardware of today has such a figure; the message names the field and its unit.
+    """
+    device = cluster.device
+    links = {name: getattr(cluster, name) for name in _LINKS}
+    links |= {f"pods[{place}]": pod.link for place, pod in enumerate(cluster.pods)}
+    rates = {f"{name}.bytes_per_s": link.bytes_per_s for name, link in links.items()}
+    rates["device.memory_bytes_per_s"] = device.memory_bytes_per_s
+    bytes_ = {"device.memory_bytes": device.memory_bytes, "host_memory_bytes": cluster.host_memory_bytes}
+    flops = {f"device.flops.{dtype}": rate for dtype, rate in device.flops.items()}
+    for figures, unit in (
+        (rates, "bytes a second: 25e9 are 25 GB/s"),
+        (bytes_, "bytes: 80e9 are 80 GB"),
+        (flops, "flop/s: 312e12 are 312 Tflop/s"),
+    ):
+        for name, value in figures.items():
+            if value is not None and value < _LEAST_FIGURE:
+                raise GraphparError(f"{name} is {value:g}; it is in {unit}.")
+    seconds = {f"{name}.latency_s": link.latency_s for name, link in links.items()}
+    for name, value in (seconds | {f"device.{name}": getattr(device, name) for name in HOST_S}).items():
+        if value >= 1:
+            raise GraphparError(f"{name} is {value:g}; it is in seconds: 14e-6 are 14 microseconds.")
 
 
 def _read_fields(file: Path) -> dict[str, Any]:

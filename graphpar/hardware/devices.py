@@ -189,7 +189,7 @@ class Device:
             check_number("fresh_bytes_per_s", self.fresh_bytes_per_s)
         if self.compute_units is not None:
             check_number("compute_units", self.compute_units, whole=True)
-        if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
+        if not isinstance(self.attention_efficiency, list | tuple) or len(self.attention_efficiency) != 2:
             raise GraphparError(
                 f"attention_efficiency is {self.attention_efficiency!r}; it must be two shares, forward and backward."
             )

@@ -25,7 +25,7 @@ class SplitAt:
     where: SplitPoint = SplitPoint.BEGINNING
 
 
-def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:
+def split_points_of(entries: Sequence[str | Mapping[str, str] | SplitAt] | Mapping[str, Any]) -> tuple[SplitAt, ...]:
     """Read split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``.
 
     Raises:
@@ -36,6 +36,8 @@ def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, An
     for entry in items:
         if isinstance(entry, str):
             pairs.append((entry, SplitPoint.BEGINNING))
+        elif isinstance(entry, SplitAt):  # those of a plan
+            pairs.append((entry.path, entry.where))
         elif isinstance(entry, Mapping):
             pairs += list(entry.items())
         else:

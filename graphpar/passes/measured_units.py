@@ -34,7 +34,7 @@ from graphpar.operators.parameter_casts import cast_parameters, working_dtypes
 from graphpar.passes.fsdp_units import unit_of_each
 from graphpar.passes.normalize.applications import placed_with
 from graphpar.passes.parallel_products import with_joined
-from graphpar.passes.split import positions_of, split, split_candidates
+from graphpar.passes.split import position_of, positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.option_kinds import GENERATE, TRAIN
@@ -56,8 +56,8 @@ def unit_split_points(program: Program, required: Sequence[SplitAt] = ()) -> lis
         found = [(index, SplitAt(path)) for index, path in split_candidates(program, len(nodes))]
     else:
         found = [(places[0], SplitAt(path)) for path, places in blocks.items()]
-        last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
-        found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
+        end = SplitAt(max(blocks, key=lambda path: blocks[path][-1]), SplitPoint.END)
+        found.append((position_of(program, end, placed), end))  # after what redistributes its result
     work = [index for index, node in enumerate(nodes) if node not in placed and _has_work(node)]
     pinned = {positions_of(program, [point])[0]: point for point in required}
     if pinned:

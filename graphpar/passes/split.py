@@ -45,14 +45,7 @@ def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]
     nodes, placed = list(program.graph.nodes), placed_with(program)
     found: dict[int, SplitAt] = {}
     for point in split_points:
-        inside = [index for index, node in enumerate(nodes) if node not in placed and _belongs(node, point.path)]
-        if not inside:  # it may be a part of a network beside another
-            inside = sorted({nodes.index(followed(placed, node)) for node in nodes if _belongs(node, point.path)})
-        if not inside:
-            raise GraphparError(_no_such_module(program, point.path))
-        position = inside[0] if point.where is SplitPoint.BEGINNING else inside[-1] + 1
-        while "transition" in nodes[position - 1].meta and _of_parameter(nodes[position - 1]):
-            position -= 1  # a collective on a parameter belongs to the operator that uses its result
+        position = position_of(program, point, placed)
         if position in found:
             first = found[position]
             raise GraphparError(
@@ -74,6 +67,24 @@ def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]
                 f"(near {point.path!r}, {point.where.value})."
             )
     return ordered
+
+
+def position_of(program: Program, point: SplitAt, placed: Mapping[fx.Node, fx.Node]) -> int:
+    """Return the index in the root graph's node list of the first node after ``point``; ``placed``: of :func:`placed_with`.
+
+    Raises:
+        GraphparError: it names no module between blocks.
+    """
+    nodes = list(program.graph.nodes)
+    inside = [index for index, node in enumerate(nodes) if node not in placed and _belongs(node, point.path)]
+    if not inside:  # it may be a part of a network beside another
+        inside = sorted({nodes.index(followed(placed, node)) for node in nodes if _belongs(node, point.path)})
+    if not inside:
+        raise GraphparError(_no_such_module(program, point.path))
+    position = inside[0] if point.where is SplitPoint.BEGINNING else inside[-1] + 1
+    while "transition" in nodes[position - 1].meta and _of_parameter(nodes[position - 1]):
+        position -= 1  # a collective on a parameter belongs to the operator that uses its result
+    return position
 
 
 def _belongs(node: fx.Node, path: str) -> bool:

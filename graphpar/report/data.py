@@ -199,6 +199,17 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
     return {**data, "alone": dict(alone), "warnings": [*slower, *data.get("warnings", ())]}
 
 
+def host_misfits(predicted: Estimate) -> list[str]:
+    """Say that what a plan offloads does not fit in the hosts, where that is so."""
+    missing, room = predicted.host_missing_bytes, predicted.host_memory_bytes
+    if missing <= 0 or room is None:
+        return []
+    return [
+        f"What this plan offloads does not fit in the hosts of {predicted.cluster}: a rank has {bytes_text(room)} there, "
+        f"{bytes_text(missing)} too little; offload less, or take more nodes."
+    ]
+
+
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
     """Return an estimate, its assumptions, and a warning where it does not fit in memory."""
     data: dict[str, Any] = {
@@ -215,13 +226,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "figures": predicted.figures,
         },
     }
-    missing, room = predicted.host_missing_bytes, predicted.host_memory_bytes
-    data["misfits"] = []
-    if missing > 0 and room is not None:
-        data["misfits"].append(
-            f"What this plan offloads does not fit in the hosts of {predicted.cluster}: a rank has {bytes_text(room)} there, "
-            f"{bytes_text(missing)} too little; offload less, or take more nodes."
-        )
+    data["misfits"] = host_misfits(predicted)
     if predicted.missing_bytes > 0:
         why = "It is used because it is pinned; leave axes of the mesh to the search, or choose other hardware (--cluster)."
         if isinstance(plan, Planned) and plan.found is not None:

@@ -386,6 +386,15 @@ def test_figures_of_a_plan_that_was_edited_since_are_not_shown(
     assert compared["times"] is None and "out has no prediction, or was edited since" in compared["summary"]
 
 
+def test_an_axis_that_takes_the_rest_follows_the_cluster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = "--mesh", "pp=2,dp_shard=-1", "--batch", "8", "--json"
+    data = json.loads(output(capsys, "estimate", HEAD_FIRST, "--cluster", "4xA100", *mesh))
+    assert data["plan"]["mesh"]["dp_shard"] == 2
+    compiled(capsys, HEAD_FIRST, "--cluster", "4xA100", "--batch", "8", "-o", "out", "--no-weights")
+    answer = json.loads(output(capsys, "what-if", "out", "--mesh", "dp_shard=-1", "--json"))
+    assert all(each["mesh"]["dp_shard"] == 4 for each in answer["plans"])
+
+
 @pytest.mark.parametrize(
     ("change", "command"),
     [

@@ -118,6 +118,8 @@ def test_where_memory_is_short_other_recomputation_is_tried_and_else_nothing_fit
         ({"global_batch": 7}, "can have a batch of 7 on 8 devices: A global batch of 7 does not divide"),
         ({"microbatch_size": 3}, "do not divide into microbatches of 3; sizes that do: 1, 2, 4"),
         ({"devices": 6}, "fill no whole number of nodes"),
+        ({"devices": 1}, "of which no number of replicas makes up 1 device"),
+        ({"mesh": {"foo": 2}}, "There is no mesh axis 'foo'"),
         ({"mesh": {"tp": 8, "pp": 1}}, "with this mesh"),
         ({"network": -1.0}, "network is -1.0"),
         ({"cluster": Cluster.parse("8xCPU")}, "compile the model for 8xCPU"),

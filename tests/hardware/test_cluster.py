@@ -252,6 +252,22 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
         (OWN, "nodes = 1", "nodes = 2", "device: the field 'inter_node' is missing"),
         (OWN, 'kind = "gpu"', 'kind = "tpu"', "device: kind is 'tpu'; it must be cuda or cpu"),
         (OWN, "24e9", "24.5", "device: memory_bytes is 24.5"),
+        (OWN, "24e9", "24", "device.memory_bytes is 24; it is in bytes: 80e9 are 80 GB"),
+        (OWN, "160e12", "160", "device.flops.bf16 is 160; it is in flop/s"),
+        (OWN, "bytes_per_s = 25e9", "bytes_per_s = 25", "intra_node.bytes_per_s is 25; it is in bytes a second"),
+        (
+            NAMED,
+            '"A100"\n',
+            '"A100"\ninter_node = { latency_s = 14 }\n',
+            "inter_node.latency_s is 14; it is in seconds",
+        ),
+        (NAMED, '"A100"\n', '"A100"\nhost_memory_bytes = 1024\n', "host_memory_bytes is 1024; it is in bytes"),
+        (
+            OWN,
+            "matrix_efficiency = 0.7",
+            "matrix_efficiency = 0.7\nattention_efficiency = 0.5",
+            "attention_efficiency is 0.5; it must be two shares",
+        ),
         (
             OWN,
             "fp32 = ",

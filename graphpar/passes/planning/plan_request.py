@@ -19,7 +19,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
-from graphpar.ir.split_points import split_points_of
+from graphpar.ir.split_points import SplitAt, split_points_of
 from graphpar.passes.kernel_dropout import with_dropout
 from graphpar.passes.planning.choose import CUSTOM, checked_table, choose
 from graphpar.passes.planning.constraints import (
@@ -45,7 +45,7 @@ from graphpar.runtime.stages.compiled import obstacle
 from graphpar.runtime.stages.dropout import EXACT
 from graphpar.schedules.action_table import load_table, parse_table
 
-Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
+Splits = Sequence[str | Mapping[str, str] | SplitAt] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 
 
 def plan_request(cluster: Cluster | int | str | Path | None = None, **options: Any) -> PlanConstraints:

@@ -51,6 +51,7 @@ from graphpar.runtime.state.optimizers import FUSED
 from graphpar.schedules.action_table import ActionTable, parse_table
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table
+from graphpar.text import plural
 
 
 class CandidatePrices:
@@ -390,7 +391,10 @@ def pricing_of(
     """
     program = with_dropout(program, plan.dropout)
     if cluster.size != plan.mesh.size:
-        raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
+        raise GraphparError(
+            f"The plan is for {plural(plan.mesh.size, 'device')}, but the cluster {cluster} has {cluster.size}; give a cluster of as many "
+            "devices as the plan, or a mesh of as many as the cluster."
+        )
     execution = execution or execution_of(program, plan, plan.mesh.pp, cluster, gather_bytes(program))
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)

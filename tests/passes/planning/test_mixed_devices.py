@@ -190,6 +190,21 @@ def test_what_is_wrong_in_groups_is_named(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({"headroom": 0.3}, "headroom is of all groups; leave it out of each"),
+        ({"nodes": 0}, "groups[1]: nodes is 0; it must be a whole number above 0"),
+        ({"device": {"kind": "cuda"}}, "groups[1]: device: the field 'flops' is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_group_is_named(field: dict[str, Any], expected: str) -> None:
+    group = {"nodes": 1, "devices_per_node": 8, "device": "A100"}
+    with pytest.raises(gp.GraphparError) as caught:
+        Cluster.from_json({"groups": [group, group | field]})
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
     ("mesh", "expected"),
     [
         ({"pp": 2, "dp_replicate": 12}, "+2x8xA100-SXM-80GB has 8 of H100-SXM-80GB, 16 of A100-SXM-80GB: take a pp"),
@@ -206,8 +221,20 @@ def test_a_plan_for_other_hardware_says_so(program: gp.Program) -> None:
     plan = gp.plan(program, cluster(SLOW, 4), mesh={"dp_replicate": 4})
     with pytest.raises(gp.GraphparError, match="Stages of 4 ranks have devices of several kinds on 2x1xfast"):
         estimate_plan(program, plan, Cluster.mixed([cluster(FAST, 2), cluster(SLOW, 2)]))
-    with pytest.raises(gp.GraphparError, match="what-if prices devices of one kind alone"):
-        Change(network=2.0).on(MIX)
+    with pytest.raises(gp.GraphparError, match="kinds; give --cluster instead of --devices"):
+        Change(devices=6).on(MIX)
+
+
+@pytest.mark.parametrize("change", [{"network": 0.25}, {"cluster": cluster(SLOW, 3)}, {"cluster": "before"}], ids=str)
+def test_what_if_prices_each_stage_on_its_devices(program: gp.Program, change: dict[str, Any]) -> None:
+    plan = gp.plan(program, cluster(SLOW, 3) if change.get("cluster") == "before" else MIX, mesh={"pp": 3})
+    answer = gp.what_if(plan, **change | ({"cluster": MIX} if change.get("cluster") == "before" else {}))
+    direct = gp.estimate(program, plan, answer.cluster)
+    assert answer.same is not None and answer.same.estimate.devices == direct.devices
+    assert answer.same.estimate.step_time_s == pytest.approx(direct.step_time_s, rel=1e-9)
+    assert answer.same.estimate.rooms == direct.rooms
+    assert plan.predicted is not None
+    assert answer.before.estimate.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
 def test_reports_and_launch_files_name_the_kinds(program: gp.Program) -> None:
