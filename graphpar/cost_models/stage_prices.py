@@ -5,6 +5,7 @@ seconds of each kind of unit ──one column a unit──► table ──sums o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -45,12 +46,7 @@ class StagePrices:
     Args:
         seconds, again: of each unit; equal units give the same object.
         recomputes: whether a unit runs anything again.
-        pp: pipeline ranks.
-        state: the seconds of gathering each unit's parameters, and of reduce-scattering its gradients; None where state is whole, or is
-            gathered by the schedule.
-        state_axis: under which axis these are reported.
         moved: the seconds of copying to the host, and back, what each unit keeps; None where nothing is moved.
-        held: a number for each unit where ``state`` is given; of the same parameters it is the same.
     """
 
     def __init__(
@@ -60,14 +56,11 @@ class StagePrices:
         recomputes: Sequence[bool],
         compute: Compute,
         execution: Execution,
-        pp: int,
-        state: Callable[[], tuple[Array, Array, Array]] | None,
-        state_axis: str,
         moved: Array | None = None,
-        held: Sequence[int] = (),
     ) -> None:
-        self._moved = moved
-        self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
+        self._moved, self.compute, self.execution = moved, compute, execution
+        self._state: Callable[[], tuple[Array, Array, Array]] | None = None
+        self._state_axis, self._pp = "", 1
         kinds = {id(own): (own, more) for own, more in zip(seconds, again)}
         place = {key: number for number, key in enumerate(kinds)}
         own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
@@ -77,9 +70,30 @@ class StagePrices:
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
         self._table: Array = np.ascontiguousarray(columns[:, kind])
         self._recomputes = np.cumsum([0, *recomputes])
-        self._runs = EqualRuns(kind if state is None else list(zip(kind, held)))
+        self._runs = EqualRuns(kind)
         self._stages: dict[tuple[int, int, bool], StageSeconds] = {}
         self._waits: dict[int, Array] = {}
+
+    def with_state(
+        self,
+        state: Callable[[], tuple[Array, Array, Array]],
+        axis: str,
+        execution: Execution,
+        pp: int,
+        held: Sequence[int],
+    ) -> StagePrices:
+        """Return the prices of the same units where each gathers its parameters and reduce-scatters its gradients.
+
+        Args:
+            state: the seconds of each unit's gathers for its forward and its backward, and of its reduce-scatter.
+            axis: under which axis these are reported.
+            pp: pipeline ranks.
+            held: a number for each unit; of the same parameters it is the same.
+        """
+        other = copy.copy(self)
+        other._state, other._state_axis, other.execution, other._pp = state, axis, execution, pp
+        other._runs, other._stages = EqualRuns(list(zip(self._runs.numbers, held))), {}
+        return other
 
     def _column(self, own: UnitSeconds, more: Again) -> list[float]:
         phases = [*own.phases, more.phase]
@@ -209,7 +223,7 @@ class StagePrices:
         none = np.zeros(len(forwards))
         gathers = none if self.execution.zero == 2 else gathers
         again = none if self.execution.zero == 2 or self.execution.reshard == "never" else again
-        scatters = none if self.pp > 1 else scatters
+        scatters = none if self._pp > 1 else scatters
         moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
         if not self.execution.prefetch or self.compute.device.kind == "cpu":
             return forward + moved[0], backward + moved[1] + moved[2], moved[0], moved[1] + moved[2]
