@@ -104,6 +104,10 @@ class LayoutOrders:
         rounds = (layout.microbatches - few) / self.mesh.pp
         return tuple(a + (b - a) * rounds for a, b in zip(peaks(few), peaks(few + self.mesh.pp)))
 
+    def is_simulated_whole(self, layout: Layout) -> bool:
+        """Whether every microbatch is simulated also where a price is not to be exact."""
+        return self.mesh.pp == 1 or self._few(layout) is None
+
     def _few(self, layout: Layout) -> int | None:
         """Return a number of microbatches after which the schedule repeats every pp of them; None where that saves nothing."""
         pp = self.mesh.pp

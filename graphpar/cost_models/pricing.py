@@ -14,7 +14,7 @@ import copy
 import functools
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -176,27 +176,25 @@ class Pricing(LayoutOrders):
     def stage_prices(self, rows: int) -> StagePrices:
         """Return the prices of all stages for microbatches of ``rows``."""
         if rows not in self._stage_prices:
-            if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
-                self._stage_prices[rows] = self._made_stage_prices(rows, lambda: self._of_state)
-            else:
-                key = self.units, rows, self.execution.recompute
-                if key not in self._without_state:
-                    self._without_state[key] = self._made_stage_prices(rows, None)
-                self._stage_prices[rows] = self._without_state[key]
+            key = self.units, rows, self.execution.recompute
+            if key not in self._without_state:
+                self._without_state[key] = self._stage_prices_without_state(rows)
+            found, run = self._without_state[key], self.execution
+            if self._sharded and (self.mesh.pp == 1 or not run.kept_for_step):
+                found = found.with_state(
+                    lambda: self._of_state, self.mesh.state_axis, run, self.mesh.pp, self.bytes.numbers
+                )
+            self._stage_prices[rows] = found
         return self._stage_prices[rows]
 
-    def _made_stage_prices(self, rows: int, state: Callable[[], StateSeconds] | None) -> StagePrices:
+    def _stage_prices_without_state(self, rows: int) -> StagePrices:
         return StagePrices(
             [self.of_units.seconds(unit.kind, rows) for unit in self.units],
             [self.of_units.again(unit.kind, rows) for unit in self.units],
             [bool(unit.kind.again.work.rows) or unit.kind.moves for unit in self.units],
             self.compute,
             self.execution,
-            self.mesh.pp,
-            state,
-            self.mesh.state_axis,
             self._moved_s(rows),
-            self.bytes.numbers,
         )
 
     def _moved_s(self, rows: int) -> Array | None:
@@ -314,7 +312,7 @@ class Pricing(LayoutOrders):
             blocks=self._blocks(layout),
             spreads_s=spreads(parts, self._crossed, self.cluster.device == DEVICES["CPU"]),
             crossed=self._crossed,
-            exact=exact or self.mesh.pp == 1 or self._few(layout) is None,
+            exact=exact or self.is_simulated_whole(layout),
         )
 
     @property
@@ -350,10 +348,27 @@ class Pricing(LayoutOrders):
         """Return the seconds of :meth:`estimate`, without measuring memory."""
         return self._step(layout, exact=True).seconds
 
+    def pipeline_s(self, layout: Layout) -> float:
+        """Return the seconds of a step until its last action, every microbatch simulated."""
+        staged, costs = self._staged(layout)
+        return max(self._timeline(layout, staged, costs, self._conditions(layout, costs), exact=True).ends)
+
     def _step(self, layout: Layout, exact: bool) -> StepCosts:
+        (staged, costs), own = self._staged(layout), self.places(layout)
+        conditions = self._conditions(layout, costs)
+        timeline = self._timeline(layout, staged, costs, conditions, exact)
+        closings = tuple(
+            self.on(pp)._ends.of_rank(
+                [each.units for each in staged], costs, places, self._windows(layout, costs, pp, exact)
+            )
+            for pp, places in enumerate(own)
+        )
+        return StepCosts(staged, costs, own, conditions, timeline, closings)
+
+    def _staged(self, layout: Layout) -> tuple[tuple[StageEstimate, ...], list[StageSeconds]]:
+        """Return the stages of a layout, and the seconds of a microbatch of each."""
         stages = self.stages_of(layout)
-        ranks, own = self._ranks(layout, len(stages)), self.places(layout)
-        apart = self._runs_apart(layout)
+        ranks, apart = self._ranks(layout, len(stages)), self._runs_apart(layout)
         costs = [self.on(pp).stage_seconds(*stage, layout.microbatch_size, apart) for pp, stage in zip(ranks, stages)]
         there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
         staged = tuple(
@@ -364,13 +379,7 @@ class Pricing(LayoutOrders):
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
         )  # fmt: skip
-        conditions = self._conditions(layout, costs)
-        timeline = self._timeline(layout, staged, costs, conditions, exact)
-        closings = tuple(
-            self.on(pp)._ends.of_rank(stages, costs, places, self._windows(layout, costs, pp, exact))
-            for pp, places in enumerate(own)
-        )
-        return StepCosts(staged, costs, own, conditions, timeline, closings)
+        return staged, costs
 
     def _runs_apart(self, layout: Layout) -> bool:
         """Whether the schedule runs the halves of some backwards apart, for which a program has no functions that run both."""

@@ -5,6 +5,7 @@ seconds of each kind of unit ──one column a unit──► table ──sums o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -68,11 +69,7 @@ class StagePrices:
     Args:
         seconds, again: of each unit; equal units give the same object.
         recomputes: whether a unit runs anything again.
-        pp: pipeline ranks.
-        state: what sharded state costs; None where state is whole, or is gathered by the schedule.
-        state_axis: under which axis these are reported.
         moved: the seconds of copying to the host, and back, what each unit keeps; None where nothing is moved.
-        held: a number for each unit where ``state`` is given; of the same parameters it is the same.
     """
 
     def __init__(
@@ -82,14 +79,11 @@ class StagePrices:
         recomputes: Sequence[bool],
         compute: Compute,
         execution: Execution,
-        pp: int,
-        state: Callable[[], StateSeconds] | None,
-        state_axis: str,
         moved: Array | None = None,
-        held: Sequence[int] = (),
     ) -> None:
-        self._moved = moved
-        self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
+        self._moved, self.compute, self.execution = moved, compute, execution
+        self._state: Callable[[], StateSeconds] | None = None
+        self._state_axis, self._pp = "", 1
         kinds = {id(own): (own, more) for own, more in zip(seconds, again)}
         place = {key: number for number, key in enumerate(kinds)}
         own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
@@ -99,9 +93,30 @@ class StagePrices:
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
         self._table: Array = np.ascontiguousarray(columns[:, kind])
         self._recomputes = np.cumsum([0, *recomputes])
-        self._runs = EqualRuns(kind if state is None else list(zip(kind, held)))
+        self._runs = EqualRuns(kind)
         self._stages: dict[tuple[int, int, bool], StageSeconds] = {}
         self._waits: dict[int, Array] = {}
+
+    def with_state(
+        self,
+        state: Callable[[], StateSeconds],
+        axis: str,
+        execution: Execution,
+        pp: int,
+        held: Sequence[int],
+    ) -> StagePrices:
+        """Return the prices of the same units where each gathers its parameters and reduce-scatters its gradients.
+
+        Args:
+            state: what sharded state costs.
+            axis: under which axis these are reported.
+            pp: pipeline ranks.
+            held: a number for each unit; of the same parameters it is the same.
+        """
+        other = copy.copy(self)
+        other._state, other._state_axis, other.execution, other._pp = state, axis, execution, pp
+        other._runs, other._stages = EqualRuns(list(zip(self._runs.numbers, held))), {}
+        return other
 
     def _column(self, own: UnitSeconds, more: Again) -> list[float]:
         phases = [*own.phases, more.phase]
@@ -224,7 +239,7 @@ class StagePrices:
         return found._replace(
             gathers=none if once else found.gathers,
             again=none if once or self.execution.reshard == "never" else found.again,
-            reduces=none if self.pp > 1 else found.reduces,
+            reduces=none if self._pp > 1 else found.reduces,
         )
 
     def _state_python(self, stage: slice) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 The first is a candidate's work spread evenly over its ranks, with the wait of each rank for its first microbatch. The second adds what
 must be recomputed where the memory of all ranks together is short, by shares of the choices that a unit has. The third has the stages
-that would be taken, and the fourth the memory of each rank.
+that would be taken, the fourth the memory of each rank, and the fifth the order in which ranks act, without recomputation.
 """
 
 from __future__ import annotations
@@ -138,6 +138,20 @@ class StepBounds:
         savings = self.prices.savings(candidate)
         seconds = [savings.least_s(*each) for each in zip(own, missing, on_top)]
         return self.of_stages(candidate, seconds)
+
+    def in_order(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step time of given stages that act in the order of their schedule and recompute nothing.
+
+        What more a rank computes delays what comes after it, but where halves of backwards run apart: a stage that recomputes has none.
+        """
+        pricing, schedule = self.prices.known(candidate), get_schedule(candidate.schedule)
+        layout = Layout(
+            candidate.schedule, candidate.microbatch_size, candidate.microbatches, self.prices.starts(candidate)
+        )
+        free = candidate.mesh.pp == 1 or self.prices.chosen_in_memory(candidate) or pricing.crowd > 1
+        if free or schedule.splits_backward or not pricing.is_simulated_whole(layout):
+            return candidate.bound
+        return pricing.pipeline_s(layout) + pricing.least_end_s
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""

@@ -372,7 +372,8 @@ class Planner:
 
     def _step(self, found: Explored, prune: bool = True) -> bool:
         """Try the most promising candidate that is left, a bound further; return whether that was not the end."""
-        higher, heap = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory), found.heap
+        bounds, heap = self.bounds, found.heap
+        higher = bounds.in_all_memory, bounds.of_stages, bounds.in_memory, bounds.in_order
         if not heap:
             if not found.later or found.best:
                 return False

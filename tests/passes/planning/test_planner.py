@@ -184,6 +184,7 @@ def test_bounds_are_below_the_price(device: Device) -> None:
         step_s = planner.fitting.exactly(planner.fitting.price(candidate)).estimate.step_time_s
         assert candidate.bound <= step_s * (1 + 1e-9)
         assert planner.bounds.of_stages(candidate) <= step_s * (1 + 1e-9)
+        assert planner.bounds.in_order(candidate) <= step_s * (1 + 1e-9)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
