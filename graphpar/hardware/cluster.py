@@ -171,8 +171,10 @@ class Cluster:
         Raises:
             GraphparError: the text or the file describes no cluster; the message names the field.
         """
-        file = Path(source)
-        if isinstance(source, Path) or file.is_file():
+        file, there = Path(source), False
+        with contextlib.suppress(OSError):  # a name longer than those of files
+            there = file.is_file()
+        if isinstance(source, Path) or there:
             return _from_file(file)
         if "+" in source:
             return Cluster.mixed([Cluster.parse(part.strip()) for part in source.split("+")])

@@ -104,11 +104,12 @@ def _checked_seconds(name: str, value: Any) -> float:
 
 
 def _real(least: float, below: float, said: str) -> Kind:
-    """Make a kind of numbers from ``least`` to below ``below``, which errors call ``said``."""
+    """Make a kind of numbers from ``least`` to below ``below``, which errors call ``said``; a share may be in percent, ``5%``."""
 
     def parse(text: str) -> float:
+        percent = below == 1 and text.endswith("%")
         try:
-            value = float(text)
+            value = float(text[:-1]) / 100 if percent else float(text)
         except ValueError:
             raise GraphparError(f"{text!r} is not a number.") from None
         if not least <= value < below:

@@ -105,6 +105,14 @@ def test_usual_values_are_values_and_legal_on_one_device(name: str) -> None:
     check_decisions(Request(**{name: known.usual}), gp.Mesh())
 
 
+def test_a_share_may_be_in_percent() -> None:
+    parse = options_of(Request)["memory_headroom"].kind.parse
+    assert parse is not None and (parse("5%"), parse("0.05")) == (0.05, 0.05)
+    for text in ("100%", "%", "5%%"):
+        with pytest.raises(gp.GraphparError):
+            parse(text)
+
+
 def test_an_option_of_another_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(gp.GraphparError, match=r"no option 'microbatchsize'[.] Did you mean 'microbatch_size'"):
         plan_request(microbatchsize=2)
