@@ -146,7 +146,7 @@ def test_text_and_json_are_inverses_of_parsing(nodes: int, per_node: int, device
         ("12xH100", "a node has 8 of H100-SXM-80GB, so 12 fill no whole number of nodes"),
         ("8xH10", "There is no device 'H10'"),
         ("2x2x2xH100", "write devices x kind"),
-        ("x" * 5000, "write devices x kind"),
+        ("x" * 5000, "There is no device 'xxx"),
         ("nowhere.toml", "There is no cluster file nowhere.toml"),
     ],
 )
