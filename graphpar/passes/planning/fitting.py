@@ -29,8 +29,9 @@ TRIES = 10
 """How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
 _NEARLY = 0.02
 """By which share of a device's memory other choices are tried that do not fit by the savings of single units: these don't quite add up."""
-CHOICES = 32
-"""How many other choices of what is recomputed are tried of a plan that is about as fast as the first."""
+CHOICES, ROUND = 32, 8
+"""How many other choices of what is recomputed are tried of a plan that is about as fast as the first, and how many of them before others
+follow from the best so far."""
 MOVES = 64
 """How many stages are tried beside those whose slowest is as fast as possible."""
 
@@ -79,7 +80,10 @@ class Fitting:
         """Return ``priced``, or a faster plan that fits with other choices of a unit or two of one rank."""
         best, tried = priced, {priced.choices}
         while any(best.choices) and len(tried) < CHOICES:
-            others = [each for each in self._other_choices(best) if each not in tried][: CHOICES - len(tried)]
+            untried = (each for each in self._other_choices(best) if each not in tried)
+            others = [*itertools.islice(untried, min(ROUND, CHOICES - len(tried)))]
+            if not others:
+                break
             tried.update(others)
             step_s, found = best.estimate.step_time_s * (1 - 1e-9), best
             for choices in others:
@@ -90,8 +94,6 @@ class Fitting:
                     each = replace(best, choices=choices, recompute=recompute, sharded=sharded)
                     each = self.exactly(each)
                     step_s, found = (each.estimate.step_time_s, each) if each.fits else (step_s, found)
-            if found is best:
-                break
             best = found
         return best
 
