@@ -18,6 +18,7 @@ import torch
 import graphpar as gp
 from graphpar.runtime import LaunchError, Pipeline, start
 from graphpar.runtime.checkpoints import snapshots
+from graphpar.runtime.checkpoints.folders import MEMORY
 from tests.end_to_end.test_checkpoint import Bench
 from tests.ranks import checkpoint_script as fixture
 from tests.tools.programs import example
@@ -260,3 +261,15 @@ def test_torchrun_restarts_ranks_that_are_killed(bench: Bench, tmp_path: Path) -
     lost = [last["step"] + 1 - first["step"] for last, first in itertools.pairwise(made)]
     assert max(lost) <= 2 * EVERY and made[-1]["step"] == steps - 1, lost
     assert not any(memory.iterdir()) and not (tmp_path / "ckpt" / "snapshots").exists()
+
+    # In the memory that every start knows, one that keeps none removes what one before it has left.
+    ends = f"\nif step == {steps + 5}: import os; os._exit(1)"
+    script.write_text(text.replace(line, line + textwrap.indent(ends, line[: -len(line.lstrip())])))
+    launcher[-1] = "0"
+    more = [*launcher, str(script), "--steps", str(steps + 9), "--checkpoint", str(tmp_path / "ckpt")]
+    assert subprocess.run([*more, "--snapshot-every", "1"], timeout=300, capture_output=True, check=False).returncode
+    left = MEMORY / f"graphpar-{snapshots._run_of(tmp_path / 'ckpt')}"
+    assert any(left.iterdir())
+    script.write_text(text)
+    subprocess.run(more, timeout=300, capture_output=True, check=True)
+    assert not left.exists()
