@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +19,23 @@ from graphpar.operators.prove import Call
 
 def calls_of(function: Callable[..., Any], *tensors: Tensor) -> list[Call]:
     """The operator calls of ``function`` as capture sees them, with their real arguments."""
-    traced = make_fx(lambda *given: function(*given), pre_dispatch=True)(*tensors)
+    with _garbage_stays():
+        traced = make_fx(lambda *given: function(*given), pre_dispatch=True)(*tensors)
     recorder = _Recorder(traced)
     recorder.run(*tensors)
     return recorder.calls
+
+
+@contextlib.contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """A generator that stands within ``no_grad`` and is found to be garbage would set the mode in the graph that is traced."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Recorder(fx.Interpreter):
