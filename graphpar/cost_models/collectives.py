@@ -44,7 +44,7 @@ from graphpar.hardware.devices import Link
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.mesh import Mesh
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send")
 
 _SWITCH_MESSAGES = 14
 """Latencies of a reduction in the switch, however many ranks: 39 us for 32 to 512 KiB on 8 H200 (stas00/ml-engineering)."""
@@ -229,6 +229,8 @@ class Network:
             return (self._all_to_all(group),)
         if kind == "reduce-scatter" and self.cluster.device.kind == "cpu":
             return tuple(self._with_copies(line, group) for line in self._priced("all-reduce", group))
+        if kind == "reduce":  # gloo's is an all-reduce whose result one rank keeps
+            return self._priced("all-reduce" if self.cluster.device.kind == "cpu" else "broadcast", group)
         ring, count = self.ring(group), group.size - 1
         passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(
             kind, (1, count / group.size)

@@ -30,7 +30,8 @@ BETWEEN_PASSES = 2
 
 
 class _Once(NamedTuple):
-    """Of a rank: the elements of each stage's parameters, :meth:`StepEnds.gradients`, the optimizer's seconds, and the axis to report."""
+    """Of a rank: the elements of each stage's parameters, :meth:`StepEnds.gradients`, the seconds of the optimizer and of sums of a few
+    numbers, and the axis to report."""
 
     elements: tuple[int, ...]
     gradients: tuple[float, float, float, float]
@@ -107,7 +108,7 @@ class StepEnds:
         key = self.bytes.alike(stages)
         if key not in self._known:
             elements = tuple(self.elements(stage) for stage in stages)
-            gradients, optimizer = self.gradients(stages), self.optimizer(stages)
+            gradients, optimizer = self.gradients(stages), self.optimizer(stages) + self._agreed_s
             self._known[key] = _Once(elements, gradients, optimizer, self._summed_over(stages))
         return self._known[key]
 
@@ -135,17 +136,17 @@ class StepEnds:
                 reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards, count = self.sharing, self.execution.broadcasts
+            shards, count, owners = self.sharing, self.execution.broadcasts, zero == 1 and self.execution.owners
             whole = zero == 1 and self.execution.sums_whole
             if whole:
                 everyone = self.network.group_of_axes(self.mesh, [*replicas, *self.mesh.state_axes])
                 reduced += self.network.seconds("all-reduce", total, everyone)
             elif zero == 1:
-                reduced += self.network.seconds("reduce-scatter", total, shards)
+                reduced += self._by_unit("reduce" if owners else "reduce-scatter", total, stages)
             if zero == 1 and count:
                 gathered = count * self.network.seconds("broadcast", parameters / count, shards)
             elif zero == 1 or (zero == 2 and self.mesh.pp == 1):
-                gathered = self.network.seconds("all-gather", parameters, shards)
+                gathered = self._by_unit("broadcast" if owners else "all-gather", parameters, stages)
                 gathered += self.by_link_s(self.bytes.parameter_sizes(self.bytes.held(stages)) / self.mesh.shards)
             for over, nbytes in beyond.items() if not whole else ():
                 if over:
@@ -154,9 +155,32 @@ class StepEnds:
                     reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
         return reduced, gathered, total, parameters
 
+    def _by_unit(self, kind: str, nbytes: float, stages: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of collectives over the ranks that share state, of the units of FSDP2 or ZeRO 1 in ``stages``, together of
+        ``nbytes``; where ranks own full parameters there is one for each unit and owner, in runs of units."""
+        count = 1
+        if self.execution.copies_gradients:  # else they lie in one tensor
+            units = [unit for first, after in stages for unit in self.bytes.units[first:after]]
+            trained = [unit.has_blocks for unit in units if any(part.trained for part in unit.held)]
+            count = max(1, sum(trained) + (False in trained))
+            if self._zero == 1 and self.execution.owners:
+                count += self.sharing.size - 1
+        return count * self.network.seconds(kind, nbytes / count, self.sharing)
+
     def by_link_s(self, nbytes: float) -> float:
         """Return the seconds of copying shards of parameters or gradients between a device and its host, one way, where they live there."""
         return host_s(self.cluster.device, nbytes) if self.execution.shards_on_host else 0.0
+
+    @cached_property
+    def _agreed_s(self) -> float:
+        """The seconds in which a program's ranks sum a few numbers: over replicas the loss, and which gradients there are where they are
+        not sharded; over all ranks the norm of gradients."""
+        if not self.execution.copies_gradients:
+            return 0.0
+        replicas = self.network.group_of_axes(self.mesh, self._replicas)
+        everyone = self.network.group_of_axes(self.mesh, list(self.mesh.degrees()))
+        times = 2 if self._zero < 2 else 1
+        return times * self.network.seconds("all-reduce", 8, replicas) + self.network.seconds("all-reduce", 8, everyone)
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
         """Return the axis to report the reduction of gradients under: the innermost of replicas, else the first of partial gradients."""
