@@ -175,7 +175,8 @@ class StepEnds:
     def _agreed_s(self) -> float:
         """The seconds in which a program's ranks sum a few numbers: over replicas the loss, and which gradients there are where they are
         not sharded; over all ranks the norm of gradients."""
-        if not self.execution.copies_gradients:
+        trained = any(part.trained for unit in self.bytes.units for part in unit.held)
+        if not trained or not self.execution.copies_gradients:
             return 0.0
         replicas = self.network.group_of_axes(self.mesh, self._replicas)
         everyone = self.network.group_of_axes(self.mesh, list(self.mesh.degrees()))

@@ -326,11 +326,12 @@ def peaks_with_state(
         gathered: the parameters of each stage, which are there from its first action to its last.
         gradients: those of each stage, which are there from its first backward until they are reduced after its last.
     """
-    sizes, found = (np.array(saved), np.array(gathered), np.array(gradients)), []
-    for stages, there in _fullest_with_state(order):
-        kept, whole, summing = (each @ size[stages] for each, size in zip(there, sizes))
-        at = int((kept + whole + summing).argmax())
-        found.append((int(kept[at]), int(whole[at] + summing[at])))
+    sizes, found = np.array([saved, gathered, gradients]), []
+    for stages, rows in _fullest_with_state(order):
+        own = sizes[:, stages]
+        most = rows[int((rows @ own.ravel()).argmax())].reshape(own.shape)
+        kept, *whole = (most * own).sum(axis=1).tolist()
+        found.append((kept, sum(whole)))
     return tuple(found)
 
 
@@ -346,8 +347,8 @@ def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
-    """Return for each rank its stages, and how many microbatches of each it keeps whenever the next action frees some, [time, stage]: at
-    other times it keeps no more of any."""
+    """Return for each rank its stages, and how many microbatches of each it keeps whenever the next action frees some, [time, stage],
+    but where at another time it keeps no less of any."""
     found = []
     for nodes in order.actions_of:
         kind, stage = np.divmod(order.price[nodes], order.stages)
@@ -356,14 +357,14 @@ def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
         changes = np.zeros((len(nodes), len(stages)), dtype=np.int64)
         changes[np.arange(len(nodes)), place] = change
         frees = np.append(change[1:], -1) < 0
-        found.append((stages, np.unique(changes.cumsum(axis=0)[frees[: len(nodes)]], axis=0)))
+        found.append((stages, _most_rows(changes.cumsum(axis=0)[frees[: len(nodes)]])))
     return tuple(found)
 
 
 @lru_cache(maxsize=512)
-def _fullest_with_state(order: Order) -> tuple[tuple[Array, tuple[Array, ...]], ...]:
-    """Return for each rank its stages and, whenever an action frees activations, while it runs, [time, stage]: how many microbatches the
-    rank keeps, whether parameters are gathered, and whether there are gradients that are not reduced."""
+def _fullest_with_state(order: Order) -> tuple[tuple[Array, Array], ...]:
+    """Return for each rank its stages and, whenever an action frees activations, while it runs, [time, 3 x stage]: how many microbatches
+    the rank keeps, whether parameters are gathered, and whether there are gradients that are not reduced; see :func:`_fullest`."""
     found = []
     for nodes in order.actions_of:
         kind, stage = np.divmod(order.price[nodes], order.stages)
@@ -376,8 +377,18 @@ def _fullest_with_state(order: Order) -> tuple[tuple[Array, tuple[Array, ...]], 
         summing = (one * (kind > 0)[:, None]).cumsum(axis=0) > 0
         counts = (one * _KEEPS[kind][:, None]).cumsum(axis=0)
         rows = np.hstack([counts[running - 1], (begun & left)[running], (summing & left)[running]])
-        found.append((stages, tuple(np.hsplit(np.unique(rows, axis=0), 3))))
+        found.append((stages, _most_rows(rows)))
     return tuple(found)
+
+
+def _most_rows(rows: Array) -> Array:
+    """Return the rows that no other one reaches in all columns; of equal ones one."""
+    rows = np.unique(rows, axis=0)
+    most = np.empty((0, rows.shape[1]), dtype=rows.dtype)
+    for row in rows[rows.sum(axis=1).argsort(kind="stable")[::-1]]:
+        if not (most >= row).all(axis=1).any():
+            most = np.vstack([most, row])
+    return np.unique(most, axis=0)
 
 
 _KEEPS = np.array([1, -1, 0, -1, *([0] * len(STATE))])  # of F, B, I and W, and of actions on state

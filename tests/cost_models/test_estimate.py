@@ -293,7 +293,8 @@ def test_a_pinned_plan_that_does_not_fit_warns() -> None:
     parts = gp.partition(program, plan)
     first = parts.report["warnings"][0]
     room = r"973 KiB \(5% of 1\.00 MiB stay free\)"
-    said = rf"This plan does not fit: (stage \d needs|stages \d(, \d)* need) [\d.,]+ [KM]iB of {room} on 4xH100-SXM-80GB, [\d.,]+ [KM]?i?B too much"
+    said = r"This plan does not fit: (stage \d needs|stages \d(, \d)* need) [\d.,]+ [KM]iB of "
+    said += rf"{room} on 4xH100-SXM-80GB, [\d.,]+ [KM]?i?B too much"
     assert re.match(said, first)
     assert "IT DOES NOT FIT" in " ".join(text_of(parts.report).split()) and "does not fit" in parts.files["report.html"]
     assert "does not fit" in str(plan)

@@ -138,7 +138,7 @@ class StepPrices:
             own = sorted({action.stage for cell in row for action in cell})
             late, waits = self._late(stages, own, costs, row)
             summed.append(end + late)
-            after.append(self._optimizer([stages[place] for place in own]) + waits)
+            after.append(self._optimizer([stages[place] for place in own]) + self._sums() + waits)
         return max(summed) + max(after)
 
     def actions(self, stages: int, microbatches: int, schedule: str) -> list[Row]:
@@ -215,7 +215,7 @@ class StepPrices:
         if not self.zero:
             return seconds, 0.0, total
         if self.zero == 1:
-            seconds += self._over_shards("reduce-scatter", total)
+            seconds += self._of_units("reduce", total, stages)
         for replicas in {own for _, own in sizes}:
             others = [axis for axis in replicas if axis != "dp_shard"]
             nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / self.shards
@@ -224,7 +224,24 @@ class StepPrices:
             )
         whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
         parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
-        return seconds, self._over_shards("all-gather", parameters) if whole else 0.0, total
+        given = "broadcast" if self.zero == 1 else "all-gather"
+        return seconds, self._of_units(given, parameters, stages) if whole else 0.0, total
+
+    def _of_units(self, kind: str, nbytes: float, stages: Sequence[Units]) -> float:
+        """Seconds of equal messages: one for each block and one for all else of the stages; with owners of parameters one more for each
+        other owner, whose parameters begin within a unit."""
+        trained = [unit for units in stages for unit in units if any(part.trained for part in unit.held)]
+        blocks = [unit for unit in trained if unit.has_blocks]
+        number = max(1, len(blocks) + (len(blocks) < len(trained))) + (self.shards - 1 if self.zero == 1 else 0)
+        return number * self._over_shards(kind, nbytes / number)
+
+    def _sums(self) -> float:
+        """Seconds of sums of one number: the loss, which gradients there are, the norm."""
+        degrees = self.mesh.degrees()
+        replicas = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if degrees[axis] > 1]
+        small = [replicas, [axis for axis, degree in degrees.items() if degree > 1]] + [replicas] * (self.zero < 2)
+        groups = [self.network.group_of_axes(self.mesh, axes) for axes in small if axes]
+        return sum(self.network.seconds("all-reduce", 8, group) for group in groups)
 
     def _late(
         self, stages: Sequence[Units], own: Sequence[int], costs: Sequence[Stage], row: Row

@@ -304,6 +304,7 @@ class _Cap:
 
     def __init__(self, above: float, on_top: Array, steps: list[list[_Step]], able: NDArray[np.bool_]) -> None:
         self.above, self.on_top, self.steps, self.able = above, on_top, steps, able
+        self._curves: dict[tuple[tuple[int, ...], tuple[float, ...]], tuple[Array, Array]] = {}
 
     @cached_property
     def all_able(self) -> bool:
@@ -331,13 +332,19 @@ class _Cap:
 
     def least_s(self, alive: Mapping[int, float], nbytes: float) -> float:
         """Return the least seconds that save ``nbytes``, where shares of a step are allowed; ``inf`` where there is not so much."""
-        units, flying = list(alive), np.array(list(alive.values()))[:, None]
-        prices, sizes = (self._padded[0][units] / flying).ravel(), (self._padded[1][units] * flying).ravel()
-        order = prices.argsort(kind="stable")
-        before = np.append(0.0, sizes[order].cumsum())
-        if nbytes > before[-1] + 1:
-            return math.inf
-        return float((prices[order] * np.clip(nbytes - before[:-1], 0.0, sizes[order])).sum())
+        saved, seconds = self._curve(tuple(alive), tuple(alive.values()))
+        return math.inf if nbytes > saved[-1] + 1 else float(np.interp(nbytes, saved, seconds))
+
+    def _curve(self, units: tuple[int, ...], flying: tuple[float, ...]) -> tuple[Array, Array]:
+        """Return the bytes that the cheapest steps of units save together, and their seconds, from no step on."""
+        if (units, flying) not in self._curves:
+            prices, sizes = (each[list(units)] for each in self._padded)
+            number = np.array(flying)[:, None]
+            prices, sizes = (prices / number).ravel(), (sizes * number).ravel()
+            order = prices.argsort(kind="stable")
+            sums = (np.append(0.0, each[order].cumsum()) for each in (sizes, prices * sizes))
+            self._curves[units, flying] = next(sums), next(sums)
+        return self._curves[units, flying]
 
     def ordered(self, alive: Mapping[int, float]) -> list[tuple[float, int, int, int, float]]:
         """Return the steps of units, the cheapest first: (seconds a byte of all microbatches in flight, unit, place, kind, bytes)."""
