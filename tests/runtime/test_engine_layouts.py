@@ -48,6 +48,28 @@ def test_each_rank_of_a_dense_model(tp: int, tied: bool) -> None:
             assert torch.equal(found[name], value), (name, rank)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_model_with_one_tensor_of_queries_keys_and_values(tp: int) -> None:
+    weights, fused = llama(LLAMA, False), dict[str, Tensor]()
+    for name, value in weights.items():
+        parts = [name.replace(".q_proj.", f".{kind}_proj.") for kind in "qkv"]
+        if ".q_proj." in name:
+            fused[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat([weights[each] for each in parts])
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            fused[name] = value
+    assert len(fused) < len(weights)
+    for rank in range(tp):
+        expected = engine_parameters(weights, LLAMA, tp=(rank, tp))
+        found = dirty(expected)
+        fill(EngineTensors("fused", found, tp=(rank, tp), heads=LLAMA.heads, kv_heads=LLAMA.kv_heads), fused)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (name, rank)
+        with pytest.raises(
+            RuntimeProgramError, match=r"divides \{path\}.qkv_proj.\{kind\} by heads: give EngineTensors heads="
+        ):
+            fill(EngineTensors("fused", found, tp=(rank, tp), kv_heads=LLAMA.kv_heads), fused)
+
+
 @pytest.mark.parametrize("names", sample(["stacked", "w", "proj"], 1))
 @pytest.mark.parametrize("tp, ep", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 3)])
 def test_each_rank_of_a_mixture(names: str, tp: int, ep: int) -> None:

@@ -37,7 +37,12 @@ FOLDER = Path(__file__).parent / "engines"
 AXES = ("tp", "kv", "ep", "moe_tp")
 """The axes of an engine; ``kv`` is ``tp``, but for ranks that have a head of keys and values in common."""
 
+NUMBERS = ("heads", "kv_heads")
+"""What the sizes of parts may name."""
+
 Shapes = Mapping[str, Sequence[int]]
+Share = tuple[Fraction, Fraction]
+"""Where a part of a dim begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,28 @@ class Source:
 
     Attributes:
         pattern: its name, with placeholders.
-        part: which of so many equal parts along the rule's ``dim``: (1, 2) is the second half.
+        part: which of the parts along the rule's ``dim``.
+        sizes: of these parts, each a number or the name of one, in proportion: (1, 1) are halves.
         over: the axis that divides each dim; dims are those of the engine's tensor.
     """
 
     pattern: str
-    part: tuple[int, int]
+    part: int
+    sizes: tuple[int | str, ...]
     over: Mapping[int, str]
+
+    def share(self, numbers: Mapping[str, int]) -> Share:
+        """Return where the part begins and ends, as shares of the dim.
+
+        Raises:
+            RuntimeProgramError: a number that sizes name is not among ``numbers``.
+        """
+        for name in self.sizes:
+            if isinstance(name, str) and name not in numbers:
+                raise RuntimeProgramError(f"the mapping divides {self.pattern} by {name}: give EngineTensors {name}=")
+        sizes = [numbers[size] if isinstance(size, str) else size for size in self.sizes]
+        begin, whole = sum(sizes[: self.part]), sum(sizes)
+        return Fraction(begin, whole), Fraction(begin + sizes[self.part], whole)
 
 
 @dataclass(frozen=True)
@@ -77,29 +97,32 @@ class Rule:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the engine: its rule, the names of what each source of it is (several where they are stacked), and which of dim 0."""
+    """A tensor of the engine: its rule, the names of what each source of it is (several where they are stacked), which share of each, and
+    which of dim 0."""
 
     rule: Rule
     sources: tuple[tuple[str, ...], ...]
+    shares: tuple[Share, ...]
     index: int | None = None
 
     def parts(self, shapes: Shapes, places: Mapping[str, tuple[int, int]]) -> tuple[list[int], list[_Part]]:
         """Return the shape of what a rank at ``places`` has, and the parts that are concatenated."""
         rule, found, at, shape = self.rule, list[_Part](), 0, list[int]()
-        for source, names in zip(rule.of, self.sources):
+        for source, names, (begin, end) in zip(rule.of, self.sources, self.shares):
             inner = shapes[names[0]]
             whole = list(inner[1:]) if rule.index else [len(names), *inner] if rule.stack else list(inner)
-            part, parts = source.part
-            if max((rule.dim, *source.over), default=0) >= max(len(whole), 1) or (whole and whole[rule.dim] % parts):
+            fits = max((rule.dim, *source.over), default=0) < max(len(whole), 1)
+            if not fits or (whole and any((whole[rule.dim] * place).denominator > 1 for place in (begin, end))):
                 raise RuntimeProgramError(f"{names[0]} is {list(inner)}; the mapping can't divide it")
             if not whole:  # a number
                 return [], [_Part(names, (), (), 0)]
-            whole[rule.dim] //= parts
+            first, after = int(whole[rule.dim] * begin), int(whole[rule.dim] * end)
+            whole[rule.dim] = after - first
             begins, sizes, room = [0] * len(whole), list(whole), list(whole)
             for dim, axis in source.over.items():
                 pad = rule.pad if dim == rule.dim else 1
                 begins[dim], sizes[dim], room[dim] = _share(whole[dim], *places[axis], pad)
-            begins[rule.dim] += part * whole[rule.dim]
+            begins[rule.dim] += first
             found.append(_Part(names, tuple(begins), tuple(sizes), at))
             at += room[rule.dim]
             shape = room
@@ -163,13 +186,19 @@ def _rule(record: Record) -> Rule:
     sources = []
     for each in record.records("of"):
         each.only(["tensor", "part", "over"])
-        part = each.items("part", int) if each.has("part") else (0, 1)
+        which, *sizes = each.items("part", (int, str)) if each.has("part") else (0, 1)
+        if len(sizes) == 1 and isinstance(sizes[0], int):
+            sizes = [1] * sizes[0]
         over = {int(dim): str(axis) for dim, axis in each.optional("over", dict, {}).items() if dim.isdecimal()}
-        if len(part) != 2 or not 0 <= part[0] < part[1] or len(over) != len(each.optional("over", dict, {})):
-            raise RuntimeProgramError(f"{each.where}: part is [which, of how many], and over maps dims to axes")
+        possible = all(size in NUMBERS if isinstance(size, str) else size > 0 for size in sizes)
+        if not (possible and which in range(len(sizes)) and len(over) == len(each.optional("over", dict, {}))):
+            raise RuntimeProgramError(
+                f"{each.where}: part is [which, of how many], or [which, size, size, ...] where sizes are numbers, "
+                f"{' or '.join(NUMBERS)}; over maps dims to axes"
+            )
         if unknown := sorted(set(over.values()) - set(AXES)):
             raise RuntimeProgramError(f"{each.where}: {', '.join(unknown)} is no axis; there are {', '.join(AXES)}")
-        sources.append(Source(each.get("tensor", str), (part[0], part[1]), over))
+        sources.append(Source(each.get("tensor", str), which, tuple(sizes), over))
     if not sources:
         raise RuntimeProgramError(f"{record.where}: of is empty")
     options: dict[str, Any] = {
@@ -190,32 +219,41 @@ def _placeholders(pattern: str) -> set[str]:
     return set(re.findall(r"\{(\w+)\}", pattern))
 
 
-def targets(rules: Sequence[Rule], shapes: Shapes) -> dict[str, Target]:
+def targets(rules: Sequence[Rule], shapes: Shapes, numbers: Mapping[str, int] | None = None) -> dict[str, Target]:
     """Return the tensors of an engine, by each name they may have, that rules make of a model's with these names and shapes.
 
     The first rule that has all of its sources takes them, or its parts of them.
+
+    Args:
+        numbers: those of the model that sizes of parts may name.
+
+    Raises:
+        RuntimeProgramError: one is missing.
     """
     found: dict[str, Target] = {}
-    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    taken: dict[str, list[Share]] = {name: [] for name in shapes}
     for rule in rules:
-        claims: list[tuple[str, tuple[int, int]]] = []
+        claims: list[tuple[str, Share]] = []
         for bound, group in _bound(rule, shapes).items():
             values = dict(bound)
             sources = tuple(
                 tuple(source.pattern.format(**values, **({rule.stack: each} if rule.stack else {})) for each in group)
                 for source in rule.of
             )
-            own = [(name, source.part) for source, names in zip(rule.of, sources) for name in names]
-            if any(name not in taken or any(_overlap(part, other) for other in taken[name]) for name, part in own):
+            if any(name not in taken for names in sources for name in names):
+                continue
+            shares = tuple(source.share(numbers or {}) for source in rule.of)
+            own = [(name, share) for share, names in zip(shares, sources) for name in names]
+            if any(begin < after and first < end for name, (begin, end) in own for first, after in taken[name]):
                 continue
             claims += own
             for place in range(shapes[sources[0][0]][0] if rule.index else 1):
                 numbered = {rule.index: place} if rule.index else {}
-                target = Target(rule, sources, place if rule.index else None)
+                target = Target(rule, sources, shares, place if rule.index else None)
                 for pattern in rule.names:
                     found.setdefault(pattern.format(**values, **numbered), target)
-        for name, part in claims:
-            taken[name].append(part)
+        for name, share in claims:
+            taken[name].append(share)
     return found
 
 
@@ -232,15 +270,10 @@ def left_over(made: Mapping[str, Target], names: Iterable[str]) -> list[str]:
     """Return the names of the model's tensors of which a part is in no tensor of the engine."""
     parts: dict[str, Fraction] = defaultdict(Fraction)
     for _, target in distinct(made):
-        for source, each in zip(target.rule.of, target.sources):
+        for (begin, end), each in zip(target.shares, target.sources):
             for name in each if not target.index else ():
-                parts[name] += Fraction(1, source.part[1])
+                parts[name] += end - begin
     return [name for name in names if parts[name] != 1]
-
-
-def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    (one, parts), (other, others) = first, second
-    return one * others < (other + 1) * parts and other * parts < (one + 1) * others
 
 
 def _bound(rule: Rule, names: Iterable[str]) -> dict[tuple[tuple[str, str], ...], list[int]]:
@@ -274,7 +307,8 @@ class EngineTensors:
         tensors: the rank's parameters by the engine's names, such as ``dict(model.named_parameters())``; those of its own layers where the
             engine is a pipeline.
         tp: which rank of how many tensor-parallel ones this is.
-        kv_heads: how many heads of keys and values the model has, which several ranks share where they are fewer than ranks.
+        heads: how many heads of queries the model has, which the mapping asks for where queries, keys and values are one tensor of it.
+        kv_heads: how many heads of keys and values it has, which several ranks share where they are fewer than ranks.
         ep: which rank of how many have experts of their own.
         moe_tp: which rank of how many divide each expert; by default as ``tp``. Of vLLM with expert parallelism it is (0, 1).
 
@@ -292,12 +326,14 @@ class EngineTensors:
         tensors: Mapping[str, Tensor],
         *,
         tp: tuple[int, int] = (0, 1),
+        heads: int | None = None,
         kv_heads: int | None = None,
         ep: tuple[int, int] = (0, 1),
         moe_tp: tuple[int, int] | None = None,
     ) -> None:
         self.version: int | None = None
         self.mapping, self._rules = str(mapping), read_mapping(mapping)
+        self._numbers = {name: size for name, size in zip(NUMBERS, (heads, kv_heads)) if size is not None}
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         rank, ranks = tp
         heads = min(kv_heads or ranks, ranks)
@@ -328,7 +364,7 @@ class EngineTensors:
             RuntimeProgramError: a tensor of the engine has no rule, no sender, or another shape.
         """
         shapes = {name: shape for name, (_, shape) in offered.items()}
-        known, found = targets(self._rules, shapes), dict[str, Entry]()
+        known, found = targets(self._rules, shapes, self._numbers), dict[str, Entry]()
         missing = [name for name in self._tensors if name not in known]
         if missing:
             raise RuntimeProgramError(
