@@ -77,7 +77,7 @@ class StepEnds:
     def elements(self, stage: tuple[int, int]) -> int:
         """Return the elements of parameters that a rank of ``stage`` holds."""
         if stage not in self._elements:
-            self._elements[stage] = sum(held.elements for held in self.bytes.held([stage]))
+            self._elements[stage] = sum(held.elements * count for held, count in self.bytes.counted([stage]).items())
         return self._elements[stage]
 
     def of_rank(
@@ -119,9 +119,9 @@ class StepEnds:
         by_axes: dict[tuple[str, ...], float] = {}
         beyond: dict[tuple[str, ...], float] = {}  # by the axes of replicas over which shards of the sums are summed
         parameters = 0.0
-        for held in self.bytes.held(stages):
+        for held, count in self.bytes.counted(stages).items():
             if held.trained:
-                own = self.bytes.reduced_sizes([held])
+                own = count * self.bytes.reduced_sizes([held])
                 over = (
                     tuple(axis for axis in held.axes if axis not in STATE_AXES) if zero else held.summed_over(replicas)
                 )
@@ -129,7 +129,7 @@ class StepEnds:
                 over = tuple(axis for axis in replicas if axis not in (*STATE_AXES, *held.apart))
                 beyond[over] = beyond.get(over, 0.0) + own
                 stored = held.elements * self.bytes.stored_bytes(held)
-                parameters += stored if self.execution.zero < 2 else self.execution.gathered_bytes([held])
+                parameters += count * (stored if self.execution.zero < 2 else self.execution.gathered_bytes([held]))
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         for over, nbytes in by_axes.items():
             if over:
@@ -193,25 +193,25 @@ class StepEnds:
         """Return the seconds of reading gradients and state and writing state and parameters, in several passes where not fused, of
         what else is done with gradients, and of casting parameters for the next step.
         """
-        nbytes = 0.0
-        for held in self.bytes.held(stages):
+        nbytes, trained = 0.0, 0
+        for held, count in self.bytes.counted(stages).items():
             if held.trained:
                 main, stored = self.bytes.main_bytes(held), self.bytes.stored_bytes(held)
                 updated = 2 * main * (1 + self.execution.optimizer.tensors) + 2 * self.bytes.gradient_bytes(held)
-                nbytes += held.elements * (updated + (stored if main != stored else 0))
+                nbytes += count * held.elements * (updated + (stored if main != stored else 0))
+                trained += count * held.elements
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        trained = sum(held.elements for held in self.bytes.held(stages) if held.trained)
         moved = self._copied(stages) + trained * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
         if self.execution.shards_on_host:
             return nbytes / HOST_BYTES_PER_S + self.crowd * float(self.compute.traffic_s(moved + self._cast(stages)))
         seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
         if not self.execution.fused and self.cluster.device.fresh_bytes_per_s is not None:
-            parts = [each for each in self.bytes.held(stages) if each.trained]
+            parts = {each: count for each, count in self.bytes.counted(stages).items() if each.trained}
             sizes = np.array([each.elements * self.bytes.main_bytes(each) / shards for each in parts])
-            seconds += self.crowd * BETWEEN_PASSES * float(self.compute.fresh_s(sizes).sum())
+            seconds += self.crowd * BETWEEN_PASSES * float(self.compute.fresh_s(sizes) @ list(parts.values()))
         return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
 
     def _streamed(self, stages: Sequence[tuple[int, int]], update: float) -> float:
@@ -231,13 +231,16 @@ class StepEnds:
         zero = self._zero
         if not self.execution.copies_gradients or zero >= 2:  # those of sharded gradients are counted beside their sums
             return 0.0
-        summed = [held for held in self.bytes.held(stages) if held.trained and held.summed_over(self._replicas)]
-        nbytes = sum(held.elements * self.bytes.gradient_bytes(held) for held in summed)
+        held = self.bytes.counted(stages).items()
+        summed = [(part, count) for part, count in held if part.trained and part.summed_over(self._replicas)]
+        nbytes = sum(count * part.elements * self.bytes.gradient_bytes(part) for part, count in summed)
         return 2 * nbytes * (1 + (1 / self.mesh.shards if zero else 0))
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
-        held = self.bytes.held(stages)
-        copied = [each for each in held if each.copied and self.bytes.stored_bytes(each) == each.itemsize]
-        nbytes = sum(each.elements * (each.itemsize + each.copied) for each in copied)
+        held = self.bytes.counted(stages).items()
+        copied = [
+            (part, count) for part, count in held if part.copied and self.bytes.stored_bytes(part) == part.itemsize
+        ]
+        nbytes = sum(count * part.elements * (part.itemsize + part.copied) for part, count in copied)
         return nbytes / (self.execution.shards if self.execution.zero >= 2 else 1)

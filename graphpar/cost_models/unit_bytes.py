@@ -50,20 +50,27 @@ class _Constant(NamedTuple):
     gradients: tuple[int, int, int]
 
 
+class _Known(NamedTuple):
+    """Of units, whatever shares their state: which runs of them hold the same, and what; equal parameters once, with their number."""
+
+    runs: EqualRuns
+    held: dict[tuple[Run, ...], tuple[Held, ...]]
+    counts: dict[tuple[Run, ...], Counter[Held]]
+
+
 class UnitBytes:
     """Memory of any stages of ``units`` on ``mesh``; ``like``: that of others, what is known of whose units is used on."""
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, execution: Execution, like: UnitBytes | None = None) -> None:
         self.units, self.mesh, self.execution = tuple(units), mesh, execution
-        self._all_runs: dict[tuple[Unit, ...], EqualRuns] = {} if like is None else like._all_runs
-        if self.units not in self._all_runs:
-            self._all_runs[self.units] = _equal_runs(self.units)
-        self._runs = self._all_runs[self.units]
+        self._all_known: dict[tuple[Unit, ...], _Known] = {} if like is None else like._all_known
+        if self.units not in self._all_known:
+            self._all_known[self.units] = _Known(_equal_runs(self.units), {}, {})
+        self._runs, self._held, self._counts = self._all_known[self.units]
         self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
-        self._held: dict[tuple[Run, ...], tuple[Held, ...]] = {}
         self._returns: dict[tuple[int, int], int] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
@@ -111,6 +118,13 @@ class UnitBytes:
                     found.setdefault(held.tied or len(found), held)
             self._held[key] = tuple(found.values())
         return self._held[key]
+
+    def counted(self, stages: Sequence[tuple[int, int]]) -> Counter[Held]:
+        """Return :meth:`held`, equal ones once, with their number."""
+        key = self.alike(stages)
+        if key not in self._counts:
+            self._counts[key] = Counter(self.held(stages))
+        return self._counts[key]
 
     def alike(self, stages: Sequence[Run]) -> tuple[Run, ...]:
         """Return, of all stages that were asked for and hold the same as these, the first."""

@@ -139,7 +139,9 @@ class Cluster:
 
     def kinds_of_stages(self, stages: int, ranks: int) -> tuple[int, ...] | None:
         """Return of which of ``kinds`` the devices of each of so many stages of ``ranks`` are; None where some stage has two."""
-        ends = list(itertools.accumulate(each.size for each in self.groups or (self,)))
+        if not self.groups:
+            return (0,) * stages if stages * ranks <= self.size else None
+        ends = list(itertools.accumulate(each.size for each in self.groups))
         places = [
             (bisect_right(ends, stage * ranks), bisect_right(ends, (stage + 1) * ranks - 1)) for stage in range(stages)
         ]
