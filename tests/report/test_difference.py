@@ -21,10 +21,10 @@ from graphpar.text import bytes_text, seconds_text
 
 MODEL = """
 import torch
-model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-example_inputs = (torch.ones(8, 8),)
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+example_inputs = (torch.ones(8, 256),)
 loss_fn = torch.nn.functional.mse_loss
-example_targets = torch.zeros(8, 8)
+example_targets = torch.zeros(8, 256)
 """
 
 
@@ -97,7 +97,7 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODEL)
     small = gp.Cluster.parse("2xCPU").to_json()
-    small["device"]["memory_bytes"] = 2000
+    small["device"]["memory_bytes"] = 2_000_000
     Path("small.json").write_text(json.dumps(small))
     command = ["sweep", "m.py", "--cluster", "2xCPU,small.json", "--batch", "8,16", "--html", "s.html"]
     traces = []
