@@ -136,7 +136,8 @@ class StepEnds:
                 reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards, count, owners = self.sharing, self.execution.broadcasts, zero == 1 and self.execution.owners
+            shards, count = self.sharing, self.execution.broadcasts
+            owners = zero == 1 and self.execution.zero1_by != "flat"
             whole = zero == 1 and self.execution.sums_whole
             if whole:
                 everyone = self.network.group_of_axes(self.mesh, [*replicas, *self.mesh.state_axes])
@@ -156,16 +157,35 @@ class StepEnds:
         return reduced, gathered, total, parameters
 
     def _by_unit(self, kind: str, nbytes: float, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of collectives over the ranks that share state, of the units of FSDP2 or ZeRO 1 in ``stages``, together of
-        ``nbytes``; where ranks own full parameters there is one for each unit and owner, in runs of units."""
-        count = 1
-        if self.execution.copies_gradients:  # else they lie in one tensor
-            units = [unit for first, after in stages for unit in self.bytes.units[first:after]]
-            trained = [unit.has_blocks for unit in units if any(part.trained for part in unit.held)]
-            count = max(1, sum(trained) + (False in trained))
-            if self._zero == 1 and self.execution.owners:
-                count += self.sharing.size - 1
+        """Return the seconds of collectives over the ranks that share state, together of ``nbytes``."""
+        count = self.messages(stages)
         return count * self.network.seconds(kind, nbytes / count, self.sharing)
+
+    def messages(self, stages: Sequence[tuple[int, int]]) -> int:
+        """Return how many collectives sum the gradients of a rank's stages over the ranks that share state, or gather its parameters: one
+        for each unit of FSDP2 or ZeRO 1; where ranks own full parameters one for each of its owners, which are in runs of parameters
+        (``contiguous``: as many more as there are other owners) or anywhere (``longest``: as many as parameters allow).
+
+        A unit is a block, what a stage has besides, or a parameter of several stages.
+        """
+        if not self.execution.copies_gradients:  # they lie in one tensor
+            return 1
+        sizes, tied = [], set[str]()
+        for first, after in stages:
+            rest = 0
+            for unit in self.bytes.units[first:after]:
+                trained = [part for part in unit.held if part.trained]
+                apart = {part.tied for part in trained if part.tied is not None and self.mesh.pp > 1}
+                tied |= apart
+                own = sum(part.count for part in trained if part.tied not in apart)
+                sizes += [own] * unit.has_blocks
+                rest += own * (not unit.has_blocks)
+            sizes.append(rest)
+        sizes = [size for size in (*sizes, *[1] * len(tied)) if size]
+        owners, ranks = self.execution.zero1_by if self._zero == 1 else "flat", self.sharing.size
+        if owners == "longest":
+            return max(1, sum(min(size, ranks) for size in sizes))
+        return max(1, min(len(sizes) + (ranks - 1) * (owners == "contiguous"), sum(sizes)))
 
     def by_link_s(self, nbytes: float) -> float:
         """Return the seconds of copying shards of parameters or gradients between a device and its host, one way, where they live there."""
@@ -173,9 +193,10 @@ class StepEnds:
 
     @cached_property
     def _agreed_s(self) -> float:
-        """The seconds in which a program's ranks sum a few numbers: over replicas the loss, and which gradients there are where they are
-        not sharded; over all ranks the norm of gradients."""
-        if not self.execution.copies_gradients:
+        """The seconds in which a program's ranks sum a few numbers, if it trains: over replicas the loss, and which gradients there are
+        where they are not sharded; over all ranks the norm of gradients."""
+        trains = any(part.trained for unit in self.bytes.units for part in unit.held)
+        if not self.execution.copies_gradients or not trains:
             return 0.0
         replicas = self.network.group_of_axes(self.mesh, self._replicas)
         everyone = self.network.group_of_axes(self.mesh, list(self.mesh.degrees()))

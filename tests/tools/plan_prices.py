@@ -214,17 +214,34 @@ class StepPrices:
             seconds += network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, over)) if over else 0.0
         if not self.zero:
             return seconds, 0.0, total
+        messages = self._messages(stages)
         if self.zero == 1:
-            seconds += self._over_shards("reduce-scatter", total)
+            seconds += messages * self._over_shards("reduce", total / messages)
         for replicas in {own for _, own in sizes}:
             others = [axis for axis in replicas if axis != "dp_shard"]
             nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / self.shards
             seconds += (
                 network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, others)) if others else 0.0
             )
-        whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
-        parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
-        return seconds, self._over_shards("all-gather", parameters) if whole else 0.0, total
+        if self.zero == 3 or (self.zero == 2 and self.mesh.pp > 1):
+            return seconds, 0.0, total
+        parameters = sum(part.nbytes for part in held_once(stages) if part.trained) / messages
+        return seconds, messages * self._over_shards("broadcast" if self.zero == 1 else "all-gather", parameters), total
+
+    def _messages(self, stages: Sequence[Units]) -> int:
+        """A block is summed by itself, so is what else a stage has, and what several stages have; of owners in a row each but the first
+        begins inside of one of these, and none has less than a parameter."""
+        several = {part.tied for units in stages for unit in units for part in unit.held if self.mesh.pp > 1} - {None}
+        numbers = [len({part.tied for part in held_once(stages) if part.trained and part.tied in several})]
+        apart, parameters = numbers[0], numbers[0]
+        for units in stages:
+            own = [
+                (unit.has_blocks, sum(part.count for part in unit.held if part.trained and part.tied not in several))
+                for unit in units
+            ]
+            apart += sum(1 for block, count in own if block and count) + any(count for block, count in own if not block)
+            parameters += sum(count for _, count in own)
+        return max(1, min(apart + (self.shards - 1 if self.zero == 1 else 0), parameters))
 
     def _late(
         self, stages: Sequence[Units], own: Sequence[int], costs: Sequence[Stage], row: Row
@@ -261,7 +278,15 @@ class StepPrices:
         summed = [part for part in trained if self._replicas_of(part) or part.axes]
         flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
         copied = 2 * flat + (2 * flat / shards if self.zero else 0)
-        return float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0
+        return (float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0) + self._few_numbers()
+
+    def _few_numbers(self) -> float:
+        """The loss and, unless they are sharded, which gradients there are, over replicas; over all ranks the norm."""
+        axes, group = self.mesh.degrees(), self.network.group_of_axes
+        replicas = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if axes[axis] > 1]
+        times = 2 if self.zero < 2 else 1
+        over_replicas = self.network.seconds("all-reduce", 8, group(self.mesh, replicas))
+        return times * over_replicas + self.network.seconds("all-reduce", 8, group(self.mesh, list(axes)))
 
     # ---- bytes ----
 
