@@ -71,7 +71,8 @@ class Held:
     ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``working``: those in which they
     are stored whole where ranks update pieces of main values; 0: as they are updated. ``apart``: the axes of replicas
     that hold different experts, over which these gradients are not summed. ``backward``: False for those that no backward reads.
-    ``count``: how many they are. ``largest``: the elements of the largest of them. ``rest``: these are gathered with the stage, not with a unit.
+    ``count``: how many they are. ``largest``: the elements of the largest of them. ``rest``: these are gathered with the stage, not with
+    a unit.
     """
 
     axes: tuple[str, ...]

@@ -214,7 +214,7 @@ class StepEnds:
         what else is done with gradients, and of casting parameters for the next step.
         """
         nbytes = 0.0
-        for held in self.bytes.held(stages):
+        for held in self.bytes.copies(stages):
             if held.trained:
                 main, stored = self.bytes.main_bytes(held), self.bytes.stored_bytes(held)
                 updated = 2 * main * (1 + self.execution.optimizer.tensors) + 2 * self.bytes.gradient_bytes(held)
@@ -222,14 +222,14 @@ class StepEnds:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        trained = sum(held.elements for held in self.bytes.held(stages) if held.trained)
+        trained = sum(held.elements for held in self.bytes.copies(stages) if held.trained)
         moved = self._copied(stages) + trained * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
         if self.execution.shards_on_host:
             return nbytes / HOST_BYTES_PER_S + self.crowd * float(self.compute.traffic_s(moved + self._cast(stages)))
         seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
         if not self.execution.fused and self.cluster.device.fresh_bytes_per_s is not None:
-            parts = [each for each in self.bytes.held(stages) if each.trained]
+            parts = [each for each in self.bytes.copies(stages) if each.trained]
             sizes = np.array([each.elements * self.bytes.main_bytes(each) / shards for each in parts])
             seconds += self.crowd * BETWEEN_PASSES * float(self.compute.fresh_s(sizes).sum())
         return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
@@ -240,7 +240,7 @@ class StepEnds:
         A piece comes while the one before it is updated and sent; the first and the last have nothing beside them. Two pieces are on the
         device at one time, so that one can't come before the one two places before it has left.
         """
-        held = self.bytes.held(stages)
+        held = self.bytes.copies(stages)
         state = self.bytes.optimizer_state(held)
         way = host_s(self.cluster.device, state)
         first = min(1.0, self.bytes.piece_state(held) / max(state, 1))
@@ -257,7 +257,7 @@ class StepEnds:
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
-        held = self.bytes.held(stages)
+        held = self.bytes.copies(stages)
         copied = [each for each in held if each.copied and self.bytes.stored_bytes(each) == each.itemsize]
         nbytes = sum(each.elements * (each.itemsize + each.copied) for each in copied)
         return nbytes / (self.execution.shards if self.execution.zero >= 2 else 1)

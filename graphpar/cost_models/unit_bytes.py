@@ -112,6 +112,13 @@ class UnitBytes:
             self._held[key] = tuple(found.values())
         return self._held[key]
 
+    def copies(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
+        """Return the parameters of a rank with these stages as it stores and updates them: of a tied one each stage has a copy, with a
+        gradient and state of its own, but where ranks update pieces of one flat tensor (ZeRO 1)."""
+        if self.execution.zero == 1 and self.execution.copies_gradients:
+            return self.held(stages)
+        return tuple(held for stage in stages for held in self.held([stage]))
+
     def alike(self, stages: Sequence[Run]) -> tuple[Run, ...]:
         """Return, of all stages that were asked for and hold the same as these, the first."""
         return tuple(map(self._runs.first, stages))
@@ -175,9 +182,9 @@ class UnitBytes:
         key = self.alike(mine)
         if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
-            held = self.held(mine)
+            held = self.copies(mine)
             elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
-            buckets = self._buckets(held, elsewhere)
+            buckets = self._buckets(self.held(mine), elsewhere)
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
                 buckets += max(map(self._while_gathered, together), default=0)

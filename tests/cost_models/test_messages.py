@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def counted(name: str, send: Callable[..., Any], started: list[str]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        started.append(name)
+        return send(*given, **named)
+
+    return call
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name", PLANS)
 def test_zero_1_sends_as_many_messages_as_are_priced(
@@ -36,9 +45,8 @@ def test_zero_1_sends_as_many_messages_as_are_priced(
     gp.partition(program, plan).save(tmp_path / "out")
     pricing, layout = pricing_of(program, plan, cluster)
     stages, started, steps = pricing.stages_of(layout), list[str](), WARM_UP + 1
-    for call in ("reduce", "broadcast"):
-        send = getattr(dist, call)
-        monkeypatch.setattr(dist, call, lambda *a, n=call, f=send, **k: (started.append(n), f(*a, **k))[1])
+    for name in ("reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, counted(name, getattr(dist, name), started))
     for pp, places in enumerate(pricing.places(layout)):
         started.clear()
         with start(alone=(pp * world // plan.mesh.pp, world)) as ranks, Pipeline(tmp_path / "out", ranks.device) as own:

@@ -272,10 +272,10 @@ class StepPrices:
         """Adam reads and writes a parameter and two of its size, reads the gradient and clears it; three passes. Gradients that are summed
         after the backwards were copied to flat tensors, and a rank's shard out of those.
         """
-        trained = [part for part in held_once(stages) if part.trained]
+        trained = [part for part in self._copies(stages) if part.trained]
         nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
         shards = self.shards if self.zero else 1
-        summed = [part for part in trained if self._replicas_of(part) or part.axes]
+        summed = [part for part in held_once(stages) if part.trained and (self._replicas_of(part) or part.axes)]
         flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
         copied = 2 * flat + (2 * flat / shards if self.zero else 0)
         return (float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0) + self._few_numbers()
@@ -323,14 +323,18 @@ class StepPrices:
 
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
-        held, shards = held_once(stages), self.shards
+        held, shards = self._copies(stages), self.shards
         sizes = {2: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
+
+    def _copies(self, stages: Sequence[Units]) -> list[Held]:
+        """A stage has its own copy of what others have, but where all are views of one tensor."""
+        return held_once(stages) if self.zero == 1 else [part for units in stages for part in held_once([units])]
 
     def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
         """Gradients for most of a step, and when the last are summed. At level 1 two units are summed at a time, from copies; an only
         microbatch without a pipeline frees those of a unit then, and has those of three and of what is there once."""
-        whole, units = _trained(held_once(stages)), [unit for stage in stages for unit in stage]
+        whole, units = _trained(self._copies(stages)), [unit for stage in stages for unit in stage]
         if self.zero != 1:
             return (-(-whole // self.shards) if self.zero >= 2 else whole), 0
         times = [sum(other.kind == unit.kind for other in units) for unit in units]
@@ -367,7 +371,7 @@ class StepPrices:
 
     def _gathered(self, stages: Sequence[Units], own: Sequence[int]) -> int:
         """Parameters that are gathered for a unit."""
-        held, found = held_once([stages[place] for place in own]), 0
+        held, found = self._copies([stages[place] for place in own]), 0
         if self.zero == 3 and (self.mesh.pp == 1 or self.always):  # a unit, and the next one
             sizes: list[int] = []
             for place in own:
