@@ -206,7 +206,7 @@ def test_each_rank_is_drawn_beside_the_memory_of_its_own_device() -> None:
         assert len(set(re.findall(r'limit" d="M([\d.]+ [\d.]+)', chart))) == 2
     places = [float(x) for x in re.findall(r'limit" d="M([\d.]+)', memory_svg(predicted, ["", ""]))]
     assert places[0] - left_of([""]) == pytest.approx(2 * (places[1] - left_of([""])), abs=0.2)
-    plan = {"step_time_s": 1.0, "peak_memory_bytes": 60, "fits": True, "chosen": True, "best": True}
+    plan: dict[str, Any] = {"step_time_s": 1.0, "peak_memory_bytes": 60, "fits": True, "chosen": True, "best": True}
     named = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "dp_expert", "cp", "ep", "tp", "stages_per_rank"), 1)
     plan |= named | {"schedule": "1F1B", "microbatches": 1, "microbatch_size": 1, "zero": 0}
     assert plans_svg([plan], device_bytes(predicted)).count("memory of a device") == 2
