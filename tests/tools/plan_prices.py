@@ -102,7 +102,7 @@ class StepPrices:
         """Each unit's parameters are gathered while the one before it computes, its gradients scattered while the next one does."""
         held = [list(unit.held) for unit in units]
         for place, parts in enumerate(held if self.mesh.pp == 1 else ()):  # what is tied has one unit
-            before = {part.tied for other in units[:place] for part in other.held} - {None}
+            earlier = {part.tied for other in units[:place] for part in other.held} - {None}
             held[place] = [part for part in parts if part.tied not in earlier]
         gathers = [self._gather(parts) if self.zero == 3 else 0.0 for parts in held]
         second = [[part for part in parts if part.backward and (self.always or not part.rest)] for parts in held]
