@@ -391,7 +391,7 @@ def estimate(
     _take(program, Program, "estimate")
     _take(plan, Plan, "estimate", "second")
     named = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
-    hardware = named or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+    hardware = (named or plan.cluster or Cluster.of_this_machine(plan.mesh.size)).with_headroom()
     return estimate_plan(program, validate_plan(program, plan), hardware, execution)
 
 

@@ -27,7 +27,8 @@ class Execution:
         reduce_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
         sums_whole: with ZeRO 1 gradients are all-reduced whole, and each rank uses its shard of them; else they are reduce-scattered.
         broadcasts: with ZeRO 1 so many ranks broadcast the parameters that they updated, one after the other; 0: all gather all.
-        owners: with ZeRO 1 ranks update full parameters: gradients are reduced to them, and they broadcast.
+        zero1_by: with ZeRO 1 what a rank updates, see the option of that name: equal slices (``flat``), of which all gather all, or full
+            parameters, whose gradients are reduced to it, and which it broadcasts.
         moved_bytes: of memory that are read and written for each element of a gradient at the end of a step, besides its sum and the
             optimizer: copies to flat buffers, casts, norms.
         copies_gradients: they are copied into the flat tensors that are summed, and sharded parameters out of those that are gathered, as
@@ -72,7 +73,7 @@ class Execution:
     reduce_bytes: int | None = None
     sums_whole: bool = False
     broadcasts: int = 0
-    owners: bool = False
+    zero1_by: str = "flat"
     moved_bytes: int = 0
     copies_gradients: bool = False
     zero: int = 0

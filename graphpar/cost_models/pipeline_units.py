@@ -71,7 +71,8 @@ class Held:
     ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``working``: those in which they
     are stored whole where ranks update pieces of main values; 0: as they are updated. ``apart``: the axes of replicas
     that hold different experts, over which these gradients are not summed. ``backward``: False for those that no backward reads.
-    ``largest``: the elements of the largest of them. ``rest``: these are gathered with the stage, not with a unit.
+    ``count``: how many they are. ``largest``: the elements of the largest of them. ``rest``: these are gathered with the stage, not with
+    a unit.
     """
 
     axes: tuple[str, ...]
@@ -86,6 +87,7 @@ class Held:
     largest: int = 0
     working: int = 0
     rest: bool = False
+    count: int = 1
 
     def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""

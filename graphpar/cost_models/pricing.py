@@ -529,7 +529,7 @@ class Pricing(LayoutOrders):
         run, rows = self.execution, layout.microbatch_size
         if not run.offload or not self.train:
             return ()
-        held = [self.bytes.held([stages[place] for place in places]) for places in own]
+        held = [self.bytes.copies([stages[place] for place in places]) for places in own]
         moved = [self.bytes.moved(first, after, rows) for first, after in stages]
         peaks = self._most_kept(layout, moved, exact)
         return tuple(replace(self.bytes.on_host(own), activations=peak) for own, peak in zip(held, peaks))

@@ -136,7 +136,8 @@ class StepEnds:
                 reduced += 2 * self.by_link_s(nbytes / self.mesh.shards)
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards, count, owners = self.sharing, self.execution.broadcasts, zero == 1 and self.execution.owners
+            shards, count = self.sharing, self.execution.broadcasts
+            owners = zero == 1 and self.execution.zero1_by != "flat"
             whole = zero == 1 and self.execution.sums_whole
             if whole:
                 everyone = self.network.group_of_axes(self.mesh, [*replicas, *self.mesh.state_axes])
@@ -156,16 +157,35 @@ class StepEnds:
         return reduced, gathered, total, parameters
 
     def _by_unit(self, kind: str, nbytes: float, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of collectives over the ranks that share state, of the units of FSDP2 or ZeRO 1 in ``stages``, together of
-        ``nbytes``; where ranks own full parameters there is one for each unit and owner, in runs of units."""
-        count = 1
-        if self.execution.copies_gradients:  # else they lie in one tensor
-            units = [unit for first, after in stages for unit in self.bytes.units[first:after]]
-            trained = [unit.has_blocks for unit in units if any(part.trained for part in unit.held)]
-            count = max(1, sum(trained) + (False in trained))
-            if self._zero == 1 and self.execution.owners:
-                count += self.sharing.size - 1
+        """Return the seconds of collectives over the ranks that share state, together of ``nbytes``."""
+        count = self.messages(stages)
         return count * self.network.seconds(kind, nbytes / count, self.sharing)
+
+    def messages(self, stages: Sequence[tuple[int, int]]) -> int:
+        """Return how many collectives sum the gradients of a rank's stages over the ranks that share state, or gather its parameters: one
+        for each unit of FSDP2 or ZeRO 1; where ranks own full parameters one for each of its owners, which are in runs of parameters
+        (``contiguous``: as many more as there are other owners) or anywhere (``longest``: as many as parameters allow).
+
+        A unit is a block, what a stage has besides, or a parameter of several stages.
+        """
+        if not self.execution.copies_gradients:  # they lie in one tensor
+            return 1
+        sizes, tied = [], set[str]()
+        for first, after in stages:
+            rest = 0
+            for unit in self.bytes.units[first:after]:
+                trained = [part for part in unit.held if part.trained]
+                apart = {part.tied for part in trained if part.tied is not None and self.mesh.pp > 1}
+                tied |= apart
+                own = sum(part.count for part in trained if part.tied not in apart)
+                sizes += [own] * unit.has_blocks
+                rest += own * (not unit.has_blocks)
+            sizes.append(rest)
+        sizes = [size for size in (*sizes, *[1] * len(tied)) if size]
+        owners, ranks = self.execution.zero1_by if self._zero == 1 else "flat", self.sharing.size
+        if owners == "longest":
+            return max(1, sum(min(size, ranks) for size in sizes))
+        return max(1, min(len(sizes) + (ranks - 1) * (owners == "contiguous"), sum(sizes)))
 
     def by_link_s(self, nbytes: float) -> float:
         """Return the seconds of copying shards of parameters or gradients between a device and its host, one way, where they live there."""
@@ -173,10 +193,10 @@ class StepEnds:
 
     @cached_property
     def _agreed_s(self) -> float:
-        """The seconds in which a program's ranks sum a few numbers: over replicas the loss, and which gradients there are where they are
-        not sharded; over all ranks the norm of gradients."""
-        trained = any(part.trained for unit in self.bytes.units for part in unit.held)
-        if not trained or not self.execution.copies_gradients:
+        """The seconds in which a program's ranks sum a few numbers, if it trains: over replicas the loss, and which gradients there are
+        where they are not sharded; over all ranks the norm of gradients."""
+        trains = any(part.trained for unit in self.bytes.units for part in unit.held)
+        if not self.execution.copies_gradients or not trains:
             return 0.0
         replicas = self.network.group_of_axes(self.mesh, self._replicas)
         everyone = self.network.group_of_axes(self.mesh, list(self.mesh.degrees()))
@@ -194,7 +214,7 @@ class StepEnds:
         what else is done with gradients, and of casting parameters for the next step.
         """
         nbytes, trained = 0.0, 0
-        for held, count in self.bytes.counted(stages).items():
+        for held, count in self.bytes.counted(stages, copies=True).items():
             if held.trained:
                 main, stored = self.bytes.main_bytes(held), self.bytes.stored_bytes(held)
                 updated = 2 * main * (1 + self.execution.optimizer.tensors) + 2 * self.bytes.gradient_bytes(held)
@@ -209,7 +229,7 @@ class StepEnds:
             return nbytes / HOST_BYTES_PER_S + self.crowd * float(self.compute.traffic_s(moved + self._cast(stages)))
         seconds = self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
         if not self.execution.fused and self.cluster.device.fresh_bytes_per_s is not None:
-            parts = {each: count for each, count in self.bytes.counted(stages).items() if each.trained}
+            parts = {each: count for each, count in self.bytes.counted(stages, copies=True).items() if each.trained}
             sizes = np.array([each.elements * self.bytes.main_bytes(each) / shards for each in parts])
             seconds += self.crowd * BETWEEN_PASSES * float(self.compute.fresh_s(sizes) @ list(parts.values()))
         return self._streamed(stages, seconds) if "optimizer" in self.execution.offload else seconds
@@ -220,7 +240,7 @@ class StepEnds:
         A piece comes while the one before it is updated and sent; the first and the last have nothing beside them. Two pieces are on the
         device at one time, so that one can't come before the one two places before it has left.
         """
-        held = self.bytes.held(stages)
+        held = self.bytes.copies(stages)
         state = self.bytes.optimizer_state(held)
         way = host_s(self.cluster.device, state)
         first = min(1.0, self.bytes.piece_state(held) / max(state, 1))
@@ -238,7 +258,7 @@ class StepEnds:
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
-        held = self.bytes.counted(stages).items()
+        held = self.bytes.counted(stages, copies=True).items()
         copied = [
             (part, count) for part, count in held if part.copied and self.bytes.stored_bytes(part) == part.itemsize
         ]

@@ -55,7 +55,7 @@ class _Known(NamedTuple):
 
     runs: EqualRuns
     held: dict[tuple[Run, ...], tuple[Held, ...]]
-    counts: dict[tuple[Run, ...], Counter[Held]]
+    counts: dict[tuple[tuple[Run, ...], int], Counter[Held]]
 
 
 class UnitBytes:
@@ -119,12 +119,20 @@ class UnitBytes:
             self._held[key] = tuple(found.values())
         return self._held[key]
 
-    def counted(self, stages: Sequence[tuple[int, int]]) -> Counter[Held]:
-        """Return :meth:`held`, equal ones once, with their number."""
-        key = self.alike(stages)
+    def counted(self, stages: Sequence[tuple[int, int]], copies: bool = False) -> Counter[Held]:
+        """Return :meth:`held`, or :meth:`copies`, equal ones once, with their number."""
+        parts = self.copies(stages) if copies and len(stages) > 1 else self.held(stages)
+        key = self.alike(stages), len(parts)
         if key not in self._counts:
-            self._counts[key] = Counter(self.held(stages))
+            self._counts[key] = Counter(parts)
         return self._counts[key]
+
+    def copies(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
+        """Return the parameters of a rank with these stages as it stores and updates them: of a tied one each stage has a copy, with a
+        gradient and state of its own, but where ranks update pieces of one flat tensor (ZeRO 1)."""
+        if self.execution.zero == 1 and self.execution.copies_gradients:
+            return self.held(stages)
+        return tuple(held for stage in stages for held in self.held([stage]))
 
     def alike(self, stages: Sequence[Run]) -> tuple[Run, ...]:
         """Return, of all stages that were asked for and hold the same as these, the first."""
@@ -189,9 +197,9 @@ class UnitBytes:
         key = self.alike(mine)
         if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
-            held = self.held(mine)
+            held = self.copies(mine)
             elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
-            buckets = self._buckets(held, elsewhere)
+            buckets = self._buckets(self.held(mine), elsewhere)
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
                 buckets += max(map(self._while_gathered, together), default=0)

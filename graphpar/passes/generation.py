@@ -104,12 +104,15 @@ def _with_read_weights(trained: Program, program: Program) -> Program:
 
 
 def with_generation(plan: Plan, trained: Estimate, generating: Estimate) -> Estimate:
-    """Return the estimate of a step of training with the memory of generation between steps, on ranks where that is more."""
+    """Return the estimate of a step of training with the memory of generation between steps, on ranks where that is more; communicators
+    of both are there all the time."""
     apart = plan.zero >= 2 or plan.precision.casts
     copied = plan.precision.computed.itemsize / plan.precision.stored.itemsize if apart else 0.0
-    both = zip(trained.memory, generating.memory, strict=True)
-    peaks = ((training, training.while_generating(other, copied)) for training, other in both)
-    return replace(trained, memory=tuple(max(each, key=lambda memory: memory.total) for each in peaks))
+    peaks = []
+    for training, other in zip(trained.memory, generating.memory, strict=True):
+        both = training.while_generating(other, copied)
+        peaks.append(max(replace(training, communicators=both.communicators), both, key=lambda memory: memory.total))
+    return replace(trained, memory=tuple(peaks))
 
 
 def check_held(plan: Plan, trained: Stages, generating: Stages) -> None:

@@ -403,6 +403,7 @@ def _held(
             backward=backward,
             largest=max(sizes),
             rest=rest,
+            count=len(sizes),
         )
         for (axes, itemsize, trained, copied, whole, apart, backward, rest), sizes in groups.items()
     ]

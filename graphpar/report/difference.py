@@ -15,7 +15,7 @@ from typing import Any
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.report.data import decisions
-from graphpar.report.phrases import PART_NAMES, mesh_text, whose_parts
+from graphpar.report.phrases import PART_NAMES, fullest, mesh_text, whose_parts
 from graphpar.text import bytes_text, compressed, count_text, plural, seconds_text, shortened
 
 _SAME = 1e-3
@@ -194,7 +194,7 @@ def _by_stage(side: Side) -> list[dict[str, Any]]:
 
 def _parts_of_memory(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Compare the fullest rank of each plan by part, its peak first."""
-    full = [max(range(len(side["memory"])), key=side["peak_memory_bytes"].__getitem__) for side in (a, b)]
+    full = list(map(fullest, (a, b)))
     yield _row("peak", a["peak_memory_bytes"][full[0]], b["peak_memory_bytes"][full[1]])
     first, second = a["memory"][full[0]], b["memory"][full[1]]
     for row in _compared_rows(first, second):

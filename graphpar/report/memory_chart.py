@@ -17,6 +17,7 @@ from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import StageEstimate
 from graphpar.report.charts import WHOLE, WIDTH, left_of, legend, zoomed
 from graphpar.report.memory_table import MOMENTS
+from graphpar.report.phrases import device_bytes
 from graphpar.schedules.action_table import Action, parse_table
 from graphpar.schedules.simulation import Segment, Span, Timeline, in_flight
 from graphpar.text import bytes_text
@@ -74,10 +75,13 @@ def memory_over_time(data: Mapping[str, Any], timeline: Timeline) -> list[Levels
 
     While an action runs there is on top what the largest forward or backward of its ranks needs, so the highest total is the predicted
     peak. Gradients are there from the first backward on. When the optimizer begins, and when it has ended, ranks hold what the moments of
-    ``estimate --memory`` say. None where there is no prediction, or it does not say what stages keep.
+    ``estimate --memory`` say. None where there is no prediction, or it does not say what stages keep, or a rank is at its peak between
+    steps of training, while the program generates.
     """
     predicted = data.get("predicted")
     if not predicted or any("kept_bytes" not in stage for stage in predicted["stages"]):
+        return None
+    if data["mode"] == "train" and any(memory.get("cache") for memory in predicted["memory"]):
         return None
     stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
     kept = in_flight(parse_table("\n".join(data["actions"])), [stage.kept_bytes for stage in stages])
@@ -166,10 +170,11 @@ def stacks_of(rows: Sequence[Levels]) -> list[int]:
     return sorted({fullest, *spread})
 
 
-def memory_time_svg(rows: Sequence[Levels], names: Sequence[str], capacity: float, length: float) -> Markup:
-    """Draw a stack of kinds for each pp group over the time axis of the timeline, and the device's memory where that is near."""
-    most = max(level.total for row in rows for level in row)
-    top = capacity * 1.05 if _near(rows, capacity) else most * 1.1
+def memory_time_svg(rows: Sequence[Levels], names: Sequence[str], devices: Sequence[float], length: float) -> Markup:
+    """Draw a stack of kinds for each pp group over the time axis of the timeline, and the memory of its device where that is near:
+    ``devices`` has that of each group."""
+    most, near = max(map(_most, rows)), [_near(*each) for each in zip(rows, devices)]
+    top = max([most * (1.1 if not any(near) else 1.0), *(1.05 * own for own, is_near in zip(devices, near) if is_near)])
     shown, left, inner, axis = stacks_of(rows), left_of(names), [], []
     tall = _ALONE if len(shown) == 1 else _TALL
     pixels, step = tall / top, 2.0 ** math.ceil(math.log2(top / (5 if len(shown) == 1 else 2)))
@@ -182,8 +187,8 @@ def memory_time_svg(rows: Sequence[Levels], names: Sequence[str], capacity: floa
         axis.append(f'<path class="frame" d="M{left} {foot}H{WIDTH}"/>')
         axis.append(f'<text class="axis" x="0" y="{foot - 1}">{names[rank]}</text>')
         inner += _stack(rows[rank], names[rank], foot, pixels, length)
-        if _near(rows, capacity):
-            inner.append(f'<path class="line limit" d="M0 {foot - capacity * pixels:.1f}H{WHOLE}"/>')
+        if near[rank]:
+            inner.append(f'<path class="line limit" d="M0 {foot - devices[rank] * pixels:.1f}H{WHOLE}"/>')
     whole = len(shown) * (tall + _GAP) + 4
     return Markup(
         f'<svg class="memory" viewBox="0 0 {WIDTH} {whole}" role="img" aria-label="Memory of ranks by kind over the step">'
@@ -191,18 +196,20 @@ def memory_time_svg(rows: Sequence[Levels], names: Sequence[str], capacity: floa
     )
 
 
-def memory_time_key(rows: Sequence[Levels], capacity: float) -> Markup:
+def memory_time_key(rows: Sequence[Levels], devices: Sequence[float]) -> Markup:
     """Explain the colors of kinds that some rank has, and the line of the device's memory where that is near."""
     used = [any(level.bytes[place] for row in rows for level in row) for place in range(len(KINDS))]
     shown = legend((PARTS[parts[0]], kind) for (kind, parts), own in zip(KINDS.items(), used) if own)
-    limit = (
-        '<span class="entry"><span class="key limit"></span>memory of a device</span>' if _near(rows, capacity) else ""
-    )
-    return Markup(f"{shown}{limit}")
+    limit = '<span class="entry"><span class="key limit"></span>memory of a device</span>'
+    return Markup(f"{shown}{limit if any(map(_near, rows, devices)) else ''}")
 
 
-def _near(rows: Sequence[Levels], capacity: float) -> bool:
-    return capacity < 2 * max(level.total for row in rows for level in row)
+def _most(row: Levels) -> float:
+    return max(level.total for level in row)
+
+
+def _near(row: Levels, device: float) -> bool:
+    return device < 2 * _most(row)
 
 
 def _stack(row: Levels, name: str, foot: float, pixels: float, length: float) -> list[str]:
@@ -250,12 +257,11 @@ def memory_rows(rows: Sequence[Mapping[str, int]], names: Sequence[str]) -> list
 
 def memory_svg(predicted: Mapping[str, Any], names: Sequence[str], height: int = 18, gap: int = 5) -> Markup:
     """Draw a bar for a rank of each pp group: the parts of its memory at the peak, and a line at the device's memory if that is near."""
-    peaks, capacity = predicted["peak_memory_bytes"], predicted["memory_bytes"]
-    longest, left = max(max(peaks), 1), left_of(names)
-    near = longest > capacity / 3
-    scale = (WIDTH - left - 90) / (max(longest, capacity) if near else longest)
+    peaks, devices = predicted["peak_memory_bytes"], device_bytes(predicted)
+    longest, left, near = max(max(peaks), 1), left_of(names), peaks_are_near(predicted)
+    scale = (WIDTH - left - 90) / (max(longest, *devices) if near else longest)
     shapes = []
-    for rank, (memory, peak) in enumerate(zip(predicted["memory"], peaks)):
+    for rank, (memory, peak, device) in enumerate(zip(predicted["memory"], peaks, devices)):
         top, x = rank * (height + gap), left
         shapes.append(f'<text class="axis" x="0" y="{top + height - 5}">{names[rank]}</text>')
         for part, color in PARTS.items():
@@ -265,14 +271,20 @@ def memory_svg(predicted: Mapping[str, Any], names: Sequence[str], height: int =
                 box = f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height}" fill="{color}"/>'
                 shapes.append(f"<g><title>{tip}</title>{box}</g>")
             x += wide
-        line = left + capacity * scale
+        line = left + device * scale
+        if near:
+            shapes.append(f'<path class="limit" d="M{line:.1f} {top}v{height + gap}"/>')
         x = line if near and x - 5 < line < x + 60 else x  # beside the line of the device's memory, not on it
         shapes.append(f'<text class="axis" x="{x + 5:.1f}" y="{top + height - 5}">{bytes_text(peak)}</text>')
     tall = len(peaks) * (height + gap)
-    limit = f'<path class="limit" d="M{left + capacity * scale:.1f} 0v{tall}"/>' if near else ""
     return Markup(
-        f'<svg class="peaks" viewBox="0 0 {WIDTH} {tall}" role="img" aria-label="Memory at the peak">{"".join(shapes)}{limit}</svg>'
+        f'<svg class="peaks" viewBox="0 0 {WIDTH} {tall}" role="img" aria-label="Memory at the peak">{"".join(shapes)}</svg>'
     )
+
+
+def peaks_are_near(predicted: Mapping[str, Any]) -> bool:
+    """Whether some rank takes more than a third of its device's memory, so that this is drawn."""
+    return any(3 * peak > own for peak, own in zip(predicted["peak_memory_bytes"], device_bytes(predicted)))
 
 
 def memory_key(predicted: Mapping[str, Any]) -> Markup:

@@ -145,14 +145,13 @@ def _of_search(data: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, 
 def _of_prediction(data: Mapping[str, Any], timeline: Any) -> dict[str, Any]:
     """Return what the template shows of a prediction: memory, and under which axis sums of gradients over several are counted."""
     predicted = data["predicted"]
-    peaks = predicted["peak_memory_bytes"]
     under = next((closing["axis"] for closing in predicted["closings"] if closing["axis"]), None)
     others = [axis for axis in ("dp_replicate", "dp_shard", "cp") if data["mesh"][axis] > 1 and axis != under]
     return {
         "moments": memory_table.MOMENTS,
         "kinds": memory_chart.KINDS,
         "levels": memory_chart.memory_over_time(data, timeline),
-        "fullest": phrases.allocated_bytes(predicted)[peaks.index(max(peaks))],
+        "fullest": phrases.allocated_bytes(predicted)[phrases.fullest(predicted)],
         "longest": max(predicted["communication_s"].values(), default=0.0) or 1.0,
         "under": under,
         "together": others if under is not None and data["mode"] == "train" else [],

@@ -89,9 +89,7 @@ def alone_text(data: Mapping[str, Any]) -> str:
 def peak_text(predicted: Mapping[str, Any]) -> str:
     """Write ``71.3 GiB of 77.6 GiB (stage 0, 66.2 GiB allocated, 68.3 GiB reserved, the rest NCCL's; 6.3 GiB free)``;
     without NCCL what is said first is what the allocator reserves."""
-    peaks = predicted["peak_memory_bytes"]
-    rooms = predicted.get("rooms") or [0] * len(peaks)
-    rank = max(range(len(peaks)), key=lambda each: peaks[each] - rooms[each])
+    peaks, rank = predicted["peak_memory_bytes"], fullest(predicted)
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
     where = [f"stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}"] if len(predicted["stages"]) > 1 else []
     where += [f"on {predicted['devices'][rank]}"] if "devices" in predicted else []
@@ -103,6 +101,20 @@ def peak_text(predicted: Mapping[str, Any]) -> str:
         where[-1] += f"; {bytes_text(free)} free"
     over = "" if free >= 0 else ": IT DOES NOT FIT"
     return f"{bytes_text(peaks[rank])} of {bytes_text(predicted['memory_bytes'])} ({', '.join(where)}){over}"
+
+
+def fullest(predicted: Mapping[str, Any]) -> int:
+    """Return the pp rank that has the least left at its peak."""
+    peaks = predicted["peak_memory_bytes"]
+    rooms = predicted.get("rooms") or [0] * len(peaks)
+    return max(range(len(peaks)), key=lambda each: peaks[each] - rooms[each])
+
+
+def device_bytes(predicted: Mapping[str, Any]) -> list[float]:
+    """Return the memory of the device of each pp rank."""
+    room = predicted["memory_bytes"] - predicted.get("headroom_bytes", 0)
+    rooms = predicted.get("rooms") or [room] * len(predicted["peak_memory_bytes"])
+    return [predicted["memory_bytes"] * own / room for own in rooms]
 
 
 def allocated_bytes(predicted: Mapping[str, Any]) -> list[int]:
@@ -244,11 +256,10 @@ def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, flo
     """Return for each stage forward, backward, and its rank's peak memory (for the rank's first stage only) as text and as a
     share."""
     seen: set[int] = set()
-    columns = []
+    columns, devices = [], device_bytes(predicted)
     for stage in predicted["stages"]:
         peak, rank = predicted["peak_memory_bytes"][stage["rank"]], stage["rank"]
-        room = predicted["rooms"][rank] if "rooms" in predicted else predicted["memory_bytes"]
-        text, share = ("", 0.0) if rank in seen else (bytes_text(peak), peak / room)
+        text, share = ("", 0.0) if rank in seen else (bytes_text(peak), peak / devices[rank])
         seen.add(rank)
         backward = seconds_text(stage["backward_s"]) if stage["backward_s"] else ""
         columns.append((seconds_text(stage["forward_s"]), backward, text, share))

@@ -7,7 +7,7 @@ search of a report ──plans_of──► priced plans ──plans_svg──►
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -93,20 +93,24 @@ def plans_key(plans: Sequence[Mapping[str, Any]], bounded: Sequence[Mapping[str,
     return found
 
 
-def plans_svg(plans: Sequence[Mapping[str, Any]], capacity: float, bounded: Sequence[Mapping[str, Any]] = ()) -> Markup:
+def plans_svg(
+    plans: Sequence[Mapping[str, Any]], devices: Collection[float], bounded: Sequence[Mapping[str, Any]] = ()
+) -> Markup:
     """Draw the step time and the peak memory of the fullest rank of each plan as a point, the Pareto front and the memory of a device as
-    lines, a ring around the chosen plan, and ticks at the bounds of plans that were not priced, as far as the time axis goes."""
+    lines, a ring around the chosen plan, and ticks at the bounds of plans that were not priced, as far as the time axis goes.
+
+    ``devices``: the memory of a device, of each kind.
+    """
     sizes = [plan["peak_memory_bytes"] for plan in plans]
-    off = capacity > _SPREAD * max(sizes)
+    near = {own for own in devices if own <= _SPREAD * max(sizes)}
     across = _Scale([plan["step_time_s"] for plan in plans], _LEFT, WIDTH - _RIGHT)
-    up = _Scale([*sizes, *([] if off else [capacity])], _HIGH - _FOOT - 12, _TOP + 14, binary=True)
-    y = _TOP + 2 if off else up.at(capacity)
-    text = f"memory of a device: {bytes_text(capacity)}{', above this scale' if off else ''}"
-    shapes = [
-        *_axes(across, up),
-        f'<path class="limit" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>',
-        f'<text class="axis end limited" x="{WIDTH - _RIGHT}" y="{y - 4:.1f}">{text}</text>',
-    ]
+    up = _Scale([*sizes, *near], _HIGH - _FOOT - 12, _TOP + 14, binary=True)
+    shapes = _axes(across, up)
+    for own in sorted(near) or [min(devices)]:
+        y = up.at(own) if near else _TOP + 2
+        text = f"memory of a device: {bytes_text(own)}{'' if near else ', above this scale'}"
+        shapes.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
+        shapes.append(f'<text class="axis end limited" x="{WIDTH - _RIGHT}" y="{y - 4:.1f}">{text}</text>')
     shapes += [
         f'<path class="bounded{"" if plan["fits"] else " large"}" d="M{across.at(plan["bound_s"]):.1f} {_HIGH - _FOOT - 9}v8">'
         f"<title>{escape(bounded_text(plan))}</title></path>"

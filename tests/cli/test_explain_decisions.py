@@ -80,6 +80,12 @@ def test_the_next_best_is_the_fastest_of_all_pins(pins: dict[str, Any]) -> None:
 
 
 @pytest.mark.costly
+def test_pins_of_one_zero_level_do_not_keep_others_out() -> None:
+    _, found, _ = explained(mesh={"dp_shard": 4}, zero=1, zero1_by="longest")
+    assert found["zero"]["next_best"] is not None and found["zero"]["next_best"]["plan"]["zero"] != 1
+
+
+@pytest.mark.costly
 def test_blocks_and_cuts_by_path() -> None:
     program, cluster = example("gpt"), Cluster.parse("1x2xA100-SXM-80GB")
     cluster = replace(

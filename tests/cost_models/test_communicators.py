@@ -13,7 +13,7 @@ from graphpar.ir.program import OptimizerState
 from graphpar.passes.planning.prices import estimate_plan
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
-from tests.tools.programs import example
+from tests.tools.programs import example, example_file, traced_once
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,11 @@ def test_an_optimizer_that_is_not_fused_needs_one_more_copy_while_it_steps() -> 
     least, parameters = peaks["AdamW"]
     assert peaks["Adagrad"][0] == max(least, parameters)
     assert least < parameters, "the activations of this example hide the copy"
+
+
+def test_those_of_generation_between_steps_stay_while_the_program_trains() -> None:
+    program = traced_once(example_file("llama"), "train,generate", None)
+    plan = gp.plan(program, mesh={"pp": 2}, cluster="2xH100-SXM-80GB", global_batch=512, microbatch_size=256)
+    for memory in gp.partition(program, plan).report["predicted"]["memory"]:
+        assert not memory["cache"], "the peak is in training"
+        assert memory["communicators"] == 2 * communicators(plan.mesh.degrees()) * COMMUNICATOR_BYTES

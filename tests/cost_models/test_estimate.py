@@ -416,3 +416,9 @@ def test_a_formula_in_the_sequence_is_checked() -> None:
     assert in_sequence(samples(quadratic, 4, 8, 16, 12)) == [{"flops": quadratic}]
     assert in_sequence(samples(B * S**3, 4, 8, 16, 12)) == [{}]
     assert in_sequence(samples(B * S, 4, 8) | {16: [{"other": B}], 12: [{"flops": 12 * B}]}) is None
+
+
+def test_an_estimate_leaves_as_much_memory_free_as_the_plan() -> None:
+    program, cluster = example("head_first"), gp.Cluster.parse("2xA100")
+    plan = gp.plan(program, cluster, mesh={"tp": 2})
+    assert plan.predicted is not None and gp.estimate(program, plan, cluster).to_json() == plan.predicted.to_json()

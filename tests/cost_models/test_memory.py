@@ -492,3 +492,13 @@ def test_a_backward_frees_only_when_it_is_done() -> None:
     assert activation_peak(parse_table("0F0,0B0"), 0, costs) == (10, 5)
     assert activation_peak(parse_table("0F0,0I0,0F1,0W0,0I1,0W1"), 0, costs) == (14, 5)  # W0 runs while both are there
     assert activation_peak(parse_table("0F0,0B0,0F1,0B1"), 0, costs, holds_messages=True) == (13, 5)
+
+
+def test_stages_of_one_rank_have_a_copy_each_of_a_tied_parameter() -> None:
+    program = example("gpt")
+    plan = gp.plan(program, "2xCPU", mesh={"pp": 2}, schedule="ZBV", global_batch=8, microbatch_size=2)
+    parts = gp.partition(program, plan)
+    assert plan.predicted is not None
+    exact = rank_memory(parts.program, plan, parts.stages, 0)
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(plan.predicted.memory[0], part) == getattr(exact, part)

@@ -97,7 +97,7 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODEL)
     small = gp.Cluster.parse("2xCPU").to_json()
-    small["device"]["memory_bytes"] = 2**20
+    small["device"]["memory_bytes"] = 2_000_000
     Path("small.json").write_text(json.dumps(small))
     command = ["sweep", "m.py", "--cluster", "2xCPU,small.json", "--batch", "8,16", "--html", "s.html"]
     traces = []

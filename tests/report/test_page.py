@@ -19,17 +19,21 @@ import pytest
 
 import graphpar as gp
 from graphpar.passes.planning.candidates import BOUNDED, COLUMNS, POINTS, Point, SearchResult
+from graphpar.report.charts import left_of
 from graphpar.report.memory_chart import (
     KINDS,
+    PARTS,
     ROWS,
     Level,
     memory_over_time,
+    memory_svg,
     memory_time_key,
     memory_time_svg,
     stacks_of,
 )
+from graphpar.report.phrases import device_bytes, fullest
 from graphpar.report.report import html, timeline_of
-from graphpar.report.search_chart import LISTED, bounded_of, plans_of, plans_rows
+from graphpar.report.search_chart import LISTED, bounded_of, plans_of, plans_rows, plans_svg
 from graphpar.text import bytes_text, spread_text
 from tests.tools.programs import example, example_file, traced_once
 
@@ -186,8 +190,26 @@ def test_a_plan_that_does_not_fit_is_drawn_so(searched: tuple[gp.Parts, SearchRe
 def test_the_key_names_the_memory_of_a_device_where_the_chart_draws_it(capacity: float, near: bool) -> None:
     rows = [[Level(0.0, (4.0,) + (0.0,) * (len(KINDS) - 1)), Level(0.5, (10.0,) + (0.0,) * (len(KINDS) - 1))]]
 
-    assert ("line limit" in memory_time_svg(rows, ["rank 0"], capacity, 1.0)) is near
-    assert ("memory of a device" in memory_time_key(rows, capacity)) is near
+    assert ("line limit" in memory_time_svg(rows, ["rank 0"], [capacity], 1.0)) is near
+    assert ("memory of a device" in memory_time_key(rows, [capacity])) is near
+
+
+def test_each_rank_is_drawn_beside_the_memory_of_its_own_device() -> None:
+    parts = dict.fromkeys(PARTS, 0)
+    predicted = {
+        "memory": [parts | {"activations": nbytes} for nbytes in (60, 30)], "peak_memory_bytes": [60, 30],
+        "memory_bytes": 40, "headroom_bytes": 4, "rooms": [72, 36], "devices": ["large", "small"],
+    }  # fmt: skip
+    assert device_bytes(predicted) == [80, 40] and fullest(predicted) == 1
+    rows = [[Level(0.0, (total,) + (0.0,) * (len(KINDS) - 1))] for total in (60.0, 30.0)]
+    for chart in (memory_svg(predicted, ["pp 0", "pp 1"]), memory_time_svg(rows, ["pp 0", "pp 1"], [80, 40], 1.0)):
+        assert len(set(re.findall(r'limit" d="M([\d.]+ [\d.]+)', chart))) == 2
+    places = [float(x) for x in re.findall(r'limit" d="M([\d.]+)', memory_svg(predicted, ["", ""]))]
+    assert places[0] - left_of([""]) == pytest.approx(2 * (places[1] - left_of([""])), abs=0.2)
+    plan: dict[str, Any] = {"step_time_s": 1.0, "peak_memory_bytes": 60, "fits": True, "chosen": True, "best": True}
+    named = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "dp_expert", "cp", "ep", "tp", "stages_per_rank"), 1)
+    plan |= named | {"schedule": "1F1B", "microbatches": 1, "microbatch_size": 1, "zero": 0}
+    assert plans_svg([plan], device_bytes(predicted)).count("memory of a device") == 2
 
 
 def test_of_many_pp_groups_some_are_stacks_the_fullest_among_them() -> None:
@@ -195,7 +217,7 @@ def test_of_many_pp_groups_some_are_stacks_the_fullest_among_them() -> None:
     rows = [[Level(0.0, (2.0 if rank == 40 else 1.0, *empty)), Level(1.0, (1.0, *empty))] for rank in range(128)]
     shown = stacks_of(rows)
     assert len(shown) == ROWS and {0, 40, 127} <= set(shown) and stacks_of(rows[:ROWS]) == list(range(ROWS))
-    assert memory_time_svg(rows, [f"pp {rank}" for rank in range(128)], 3.0, 1.0).count("<title>") == ROWS
+    assert memory_time_svg(rows, [f"pp {rank}" for rank in range(128)], [3.0] * 128, 1.0).count("<title>") == ROWS
 
 
 @pytest.mark.costly

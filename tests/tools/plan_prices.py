@@ -102,8 +102,8 @@ class StepPrices:
         """Each unit's parameters are gathered while the one before it computes, its gradients scattered while the next one does."""
         held = [list(unit.held) for unit in units]
         for place, parts in enumerate(held if self.mesh.pp == 1 else ()):  # what is tied has one unit
-            before = {part.tied for other in units[:place] for part in other.held} - {None}
-            held[place] = [part for part in parts if part.tied not in before]
+            earlier = {part.tied for other in units[:place] for part in other.held} - {None}
+            held[place] = [part for part in parts if part.tied not in earlier]
         gathers = [self._gather(parts) if self.zero == 3 else 0.0 for parts in held]
         second = [[part for part in parts if part.backward and (self.always or not part.rest)] for parts in held]
         again = [self._gather(parts) if self.zero == 3 else 0.0 for parts in second]
@@ -138,7 +138,7 @@ class StepPrices:
             own = sorted({action.stage for cell in row for action in cell})
             late, waits = self._late(stages, own, costs, row)
             summed.append(end + late)
-            after.append(self._optimizer([stages[place] for place in own]) + self._sums() + waits)
+            after.append(self._optimizer([stages[place] for place in own]) + waits)
         return max(summed) + max(after)
 
     def actions(self, stages: int, microbatches: int, schedule: str) -> list[Row]:
@@ -214,34 +214,34 @@ class StepPrices:
             seconds += network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, over)) if over else 0.0
         if not self.zero:
             return seconds, 0.0, total
+        messages = self._messages(stages)
         if self.zero == 1:
-            seconds += self._of_units("reduce", total, stages)
+            seconds += messages * self._over_shards("reduce", total / messages)
         for replicas in {own for _, own in sizes}:
             others = [axis for axis in replicas if axis != "dp_shard"]
             nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / self.shards
             seconds += (
                 network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, others)) if others else 0.0
             )
-        whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
-        parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
-        given = "broadcast" if self.zero == 1 else "all-gather"
-        return seconds, self._of_units(given, parameters, stages) if whole else 0.0, total
+        if self.zero == 3 or (self.zero == 2 and self.mesh.pp > 1):
+            return seconds, 0.0, total
+        parameters = sum(part.nbytes for part in held_once(stages) if part.trained) / messages
+        return seconds, messages * self._over_shards("broadcast" if self.zero == 1 else "all-gather", parameters), total
 
-    def _of_units(self, kind: str, nbytes: float, stages: Sequence[Units]) -> float:
-        """Seconds of equal messages: one for each block and one for all else of the stages; with owners of parameters one more for each
-        other owner, whose parameters begin within a unit."""
-        trained = [unit for units in stages for unit in units if any(part.trained for part in unit.held)]
-        blocks = [unit for unit in trained if unit.has_blocks]
-        number = max(1, len(blocks) + (len(blocks) < len(trained))) + (self.shards - 1 if self.zero == 1 else 0)
-        return number * self._over_shards(kind, nbytes / number)
-
-    def _sums(self) -> float:
-        """Seconds of sums of one number: the loss, which gradients there are, the norm."""
-        degrees = self.mesh.degrees()
-        replicas = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if degrees[axis] > 1]
-        small = [replicas, [axis for axis, degree in degrees.items() if degree > 1]] + [replicas] * (self.zero < 2)
-        groups = [self.network.group_of_axes(self.mesh, axes) for axes in small if axes]
-        return sum(self.network.seconds("all-reduce", 8, group) for group in groups)
+    def _messages(self, stages: Sequence[Units]) -> int:
+        """A block is summed by itself, so is what else a stage has, and what several stages have; of owners in a row each but the first
+        begins inside of one of these, and none has less than a parameter."""
+        several = {part.tied for units in stages for unit in units for part in unit.held if self.mesh.pp > 1} - {None}
+        numbers = [len({part.tied for part in held_once(stages) if part.trained and part.tied in several})]
+        apart, parameters = numbers[0], numbers[0]
+        for units in stages:
+            own = [
+                (unit.has_blocks, sum(part.count for part in unit.held if part.trained and part.tied not in several))
+                for unit in units
+            ]
+            apart += sum(1 for block, count in own if block and count) + any(count for block, count in own if not block)
+            parameters += sum(count for _, count in own)
+        return max(1, min(apart + (self.shards - 1 if self.zero == 1 else 0), parameters))
 
     def _late(
         self, stages: Sequence[Units], own: Sequence[int], costs: Sequence[Stage], row: Row
@@ -272,13 +272,21 @@ class StepPrices:
         """Adam reads and writes a parameter and two of its size, reads the gradient and clears it; three passes. Gradients that are summed
         after the backwards were copied to flat tensors, and a rank's shard out of those.
         """
-        trained = [part for part in held_once(stages) if part.trained]
+        trained = [part for part in self._copies(stages) if part.trained]
         nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
         shards = self.shards if self.zero else 1
-        summed = [part for part in trained if self._replicas_of(part) or part.axes]
+        summed = [part for part in held_once(stages) if part.trained and (self._replicas_of(part) or part.axes)]
         flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
         copied = 2 * flat + (2 * flat / shards if self.zero else 0)
-        return float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0
+        return (float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0) + self._few_numbers()
+
+    def _few_numbers(self) -> float:
+        """The loss and, unless they are sharded, which gradients there are, over replicas; over all ranks the norm."""
+        axes, group = self.mesh.degrees(), self.network.group_of_axes
+        replicas = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if axes[axis] > 1]
+        times = 2 if self.zero < 2 else 1
+        over_replicas = self.network.seconds("all-reduce", 8, group(self.mesh, replicas))
+        return times * over_replicas + self.network.seconds("all-reduce", 8, group(self.mesh, list(axes)))
 
     # ---- bytes ----
 
@@ -315,14 +323,18 @@ class StepPrices:
 
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
-        held, shards = held_once(stages), self.shards
+        held, shards = self._copies(stages), self.shards
         sizes = {2: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
+
+    def _copies(self, stages: Sequence[Units]) -> list[Held]:
+        """A stage has its own copy of what others have, but where all are views of one tensor."""
+        return held_once(stages) if self.zero == 1 else [part for units in stages for part in held_once([units])]
 
     def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
         """Gradients for most of a step, and when the last are summed. At level 1 two units are summed at a time, from copies; an only
         microbatch without a pipeline frees those of a unit then, and has those of three and of what is there once."""
-        whole, units = _trained(held_once(stages)), [unit for stage in stages for unit in stage]
+        whole, units = _trained(self._copies(stages)), [unit for stage in stages for unit in stage]
         if self.zero != 1:
             return (-(-whole // self.shards) if self.zero >= 2 else whole), 0
         times = [sum(other.kind == unit.kind for other in units) for unit in units]
@@ -359,7 +371,7 @@ class StepPrices:
 
     def _gathered(self, stages: Sequence[Units], own: Sequence[int]) -> int:
         """Parameters that are gathered for a unit."""
-        held, found = held_once([stages[place] for place in own]), 0
+        held, found = self._copies([stages[place] for place in own]), 0
         if self.zero == 3 and (self.mesh.pp == 1 or self.always):  # a unit, and the next one
             sizes: list[int] = []
             for place in own:

@@ -145,7 +145,9 @@ class Alternatives:
         if plan.mesh.replicas * plan.mesh.cp == 1:
             return replace(about, note="there is one replica, so no state that could be sharded")
         axes = {axis: degree for axis, degree in plan.mesh.degrees().items() if not axis.startswith("dp_")}
-        open_pins = replace(self._open(axes), zero=None, reshard=None, prefetch=None, prefetch_distance=None)
+        open_pins = replace(
+            self._open(axes), zero=None, zero1_by=None, reshard=None, units=None, prefetch=None, prefetch_distance=None
+        )
         return self._searched(about, open_pins, lambda each: each.zero != plan.zero)
 
     def _open(self, mesh: Mapping[str, int]) -> PlanConstraints:

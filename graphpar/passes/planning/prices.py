@@ -43,7 +43,7 @@ from graphpar.passes.sharding.expert_room import divides_rows
 from graphpar.passes.sharding.shard import Sharded, in_chunks
 from graphpar.passes.split import positions_of
 from graphpar.runtime.mesh import Mesh
-from graphpar.runtime.option_kinds import Recompute
+from graphpar.runtime.option_kinds import ZERO1_BY, Recompute
 from graphpar.runtime.options import Decisions, prefetching
 from graphpar.runtime.records import DTYPES
 from graphpar.runtime.schedule_records import get_schedule
@@ -355,7 +355,7 @@ def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster, 
         travelling=True,
         optimizer=program.optimizer,
         zero=given.zero,
-        owners=given.zero1_by != "flat",
+        zero1_by=given.zero1_by or ZERO1_BY[0],
         reshard=given.reshard,
         units=given.units,
         prefetch=prefetch != "none",
