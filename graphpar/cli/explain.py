@@ -18,7 +18,7 @@ from graphpar.ir.stage import Stage
 from graphpar.passes.planning.explain import DECISIONS, Alternatives, NextBest, costs
 from graphpar.report.data import stage_parameters
 from graphpar.report.phrases import PART_NAMES, named
-from graphpar.text import bytes_text, indices_text, is_at_or_below, joined, seconds_text
+from graphpar.text import bytes_text, indices_text, is_at_or_below, joined, seconds_text, spread_text
 
 ALL = "plan"
 """The name that stands for all decisions."""
@@ -255,7 +255,8 @@ def compared(taken: Estimate, other: Estimate, pinned: bool = False) -> str:
         if abs(more) >= least_bytes
     ]
     peaks = [max(each.peak_memory_bytes) for each in (other, taken)]
-    text = f"{seconds_text(other.step_time_s)} a step instead of {seconds_text(taken.step_time_s)} ({data['relative']:+.1%}"
+    steps = [spread_text(each.step_time_s, each.spread_s) for each in (other, taken)]
+    text = f"{steps[0]} a step instead of {steps[1]} ({data['relative']:+.1%}"
     text += f": {', '.join(parts)})" if parts else ")"
     text += f", peak {bytes_text(peaks[0])} instead of {bytes_text(peaks[1])}"
     text += f" ({', '.join(nbytes)})" if nbytes else ""

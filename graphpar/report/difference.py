@@ -16,7 +16,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.report.data import decisions
 from graphpar.report.phrases import PART_NAMES, fullest, mesh_text, whose_parts
-from graphpar.text import bytes_text, compressed, count_text, plural, seconds_text, shortened
+from graphpar.text import bytes_text, compressed, count_text, plural, seconds_text, shortened, spread_text
 
 _SAME = 1e-3
 """Step times that differ by less than this share are called equal."""
@@ -221,7 +221,8 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
     compared = [step / count for step, count in zip(steps, counts)]
     ratio = compared[1] / compared[0]
     for_rows = ["" if same else f" for {plural(count, 'row')}" for count in rows]
-    times = f"{seconds_text(steps[1])} a step{for_rows[1]}, A {seconds_text(steps[0])}{for_rows[0]}"
+    texts = [spread_text(each["step_time_s"], each.get("spread_s", 0.0)) for each in (first, second)]
+    times = f"{texts[1]} a step{for_rows[1]}, A {texts[0]}{for_rows[0]}"
     if abs(ratio - 1) < _SAME:
         return f"B takes {times}: equally fast."
     faster, slower = ("A", "B") if ratio > 1 else ("B", "A")

@@ -20,7 +20,7 @@ from graphpar.report import charts, memory_chart, memory_table, phrases, search_
 from graphpar.report.data import timeline_of
 from graphpar.report.state import state_text
 from graphpar.runtime.option_kinds import STEPS
-from graphpar.text import count_text, flops_text, indices_text, seconds_text, share_text
+from graphpar.text import count_text, flops_text, indices_text, share_text, spread_text
 
 _CARRIED = {
     "pp": "results of stages, and their gradients",
@@ -110,7 +110,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
 def _facts(data: Mapping[str, Any]) -> list[tuple[object, str]]:
     predicted = data.get("predicted")
     step = [] if predicted is None else [
-        (seconds_text(predicted["step_time_s"]), STEPS[data["mode"]]),
+        (spread_text(predicted["step_time_s"], predicted.get("spread_s", 0.0)), STEPS[data["mode"]]),
         (share_text(predicted["mfu"]), "MFU"),
         (phrases.peak_text(predicted), f"peak, {predicted['cluster']}"),
     ]  # fmt: skip
@@ -133,7 +133,8 @@ def _of_search(data: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, 
     rows = []
     for other in search["alternatives"]:
         seconds = other["step_time_s"]
-        rows.append((*phrases.named(other), seconds_text(seconds), f"{seconds / step - 1:+.1%}", other["why_not"]))
+        took = spread_text(seconds, other.get("spread_s", 0.0))
+        rows.append((*phrases.named(other), took, f"{seconds / step - 1:+.1%}", other["why_not"]))
     return {
         "plans": search_chart.plans_of(search),
         "bounded": search_chart.bounded_of(search),

@@ -61,6 +61,7 @@ from graphpar.text import (
     plural,
     seconds_text,
     shortened,
+    spread_text,
     wrapped,
 )
 
@@ -402,7 +403,8 @@ def _runners_up(data: Mapping[str, Any], width: int) -> list[str]:
     rows = []
     for other in others:
         seconds, step = other["step_time_s"], data["predicted"]["step_time_s"]
-        rows.append((*named(other), seconds_text(seconds), f"({seconds / step - 1:+.1%})", str(other["why_not"])))
+        took = spread_text(seconds, other.get("spread_s", 0.0))
+        rows.append((*named(other), took, f"({seconds / step - 1:+.1%})", str(other["why_not"])))
     columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
     lines: list[str] = []
     for place, (mesh, schedule, took, more, why) in enumerate(rows):

@@ -118,6 +118,7 @@ class Priced:
             **{name: getattr(self.candidate, name) for name in SHOWN_FIELDS},
             "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "step_time_s": self.estimate.step_time_s,
+            "spread_s": self.estimate.spread_s,
             "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
             "fits": self.fits,
         }
