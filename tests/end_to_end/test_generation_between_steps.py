@@ -205,6 +205,25 @@ def test_buffers_are_as_training_left_them(tmp_path: Path) -> None:
             model(ids)
 
 
+class Scaled(grpo.GPT):
+    """Its table is in no checkpoint, so both programs have a file of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((grpo.DIGITS + 1,), 2.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens) * self.scale
+        return logits
+
+
+def test_constants_are_beside_an_own_optimizer(tmp_path: Path) -> None:
+    ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(Scaled, (ids,), loss_fn=likelihood, targets=(ids,), mode="train,generate")
+    folder = gp.partition(program, gp.plan(program), optimizer=grpo.__file__).save(tmp_path / "out")
+    assert all((folder / place / "constants.safetensors").is_file() for place in ("", "generate"))
+
+
 def test_a_buffer_that_evaluation_writes_and_reads_is_refused() -> None:
     ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
     with pytest.raises(GraphparError, match=r"writes the buffer 'calls'.* and computes with it"):
