@@ -144,11 +144,13 @@ def test_verify_finds_a_fault_in_generation(tmp_path: Path) -> None:
     parts = parts_of(grpo, {"mesh": {"pp": 2}})
     assert (honest := gp.verify(parts, steps=1)).ok, honest
     stage = parts.folder / "generate" / "stage_1.py"
-    stage.write_text(stage.read_text() + FAULT)
+    text = stage.read_text()
 
-    wrong = gp.verify(parts, steps=1)
-    assert not wrong.ok and wrong.worst["output"] == "logits", wrong
-    assert "in generation" in str(wrong.first_difference), wrong
+    for fault in (FAULT, STALE):
+        stage.write_text(text + fault)
+        wrong = gp.verify(parts, steps=1)
+        assert not wrong.ok and wrong.worst["output"] == "logits", wrong
+        assert "in generation" in str(wrong.first_difference), wrong
 
 
 FAULT = """
@@ -157,6 +159,20 @@ _forward = Stage1.forward
 Stage1.forward = lambda self, hidden, **inputs: _forward(self, hidden.flip(-1), **inputs)
 """
 """Emitted code that computes with something else than it received."""
+STALE = """
+
+_forward = Stage1.forward
+
+
+def forward(self, hidden, **inputs):
+    self.first = getattr(self, "first", self.policy.head.weight.detach().clone())
+    self.policy.head.weight = nn.Parameter(self.first)
+    return _forward(self, hidden, **inputs)
+
+
+Stage1.forward = forward
+"""
+"""Emitted code that computes with a weight of the first call."""
 
 
 class Counting(grpo.GPT):
