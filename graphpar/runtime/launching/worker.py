@@ -203,7 +203,9 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
                 (tokens,) = load_file(job["batches"][job["steps"] - 1]).values()
                 _check_generated(pipeline, tokens)
         else:
-            if job.get("generates"):  # before, too: so that what it keeps of weights is old afterwards, and what it writes is seen
+            if job.get(
+                "generates"
+            ):  # before, too: so that what it keeps of weights is old afterwards, and what it writes is seen
                 pipeline.logits(_sequences(pipeline, load_file(job["batches"][0])))
             _train(pipeline, job, results)
             buffers = {f"buffer/{name}": value for name, value in _buffers(pipeline)}
