@@ -146,6 +146,7 @@ def test_files_that_were_given_are_found_from_anywhere(
     assert "model.py was edited since" in capsys.readouterr().err
 
 
+@pytest.mark.costly
 def test_options_are_those_of_the_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its checkpoint may be beside later ones of another model, and only these are refused."""
     checkpoints, programs = tmp_path / "ck", {"1": tmp_path / "own", "2": tmp_path / "other"}
@@ -162,6 +163,7 @@ def test_options_are_those_of_the_own_model(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main([*own, str(checkpoints), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"].endswith(f"--checkpoint {checkpoints} --lr 0.1")
+    assert main(["checkpoint", "convert", str(checkpoints), "--to", str(programs["1"]), "-o", str(tmp_path / "3")]) == 0
     assert main([*own, str(programs["2"] / "ck"), "-o", str(tmp_path / "new")]) == 2
     assert "it has no value for 0.bias" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
