@@ -402,7 +402,7 @@ def on_disk(path: str | Path, held: Shapes) -> Source:
 
 def latest(path: str | Path, held: Shapes) -> Path:
     """Find the checkpoint that ``path`` is or names, or the latest one in it of the model that has these tensors."""
-    return find(path, lambda each: _is_of(each, held))
+    return find(path, lambda each: is_of(each, held))
 
 
 def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[Checkpoint, Progress] | None:
@@ -434,6 +434,13 @@ def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[
     scale = LossScale(**record["loss_scale"])
     progress = Progress(record["seed"], record["steps_done"], scale, record.get("schedule"))
     return Checkpoint(record["step"], record["data"], folder), progress
+
+
+def whole_shapes(state: State) -> Shapes:
+    """Return the shapes of the whole model, of all ranks, by first name; a collective call."""
+    with agreed():
+        own = shapes_of({entry.key: entry for entry in state.model().values()})
+    return {name: shape for shapes in gather_objects(own) for name, shape in shapes}
 
 
 def shapes_of(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...]]]:
@@ -487,7 +494,7 @@ def _matched(
     return entries
 
 
-def _is_of(folder: Path, held: Shapes) -> bool:
+def is_of(folder: Path, held: Shapes) -> bool:
     """Return whether a checkpoint is of the model that has these tensors; also if it is damaged, which is for the user to know."""
     try:
         ties, sizes = read_record(folder)["ties"], sizes_of(read_tensors(folder))
