@@ -331,7 +331,7 @@ def printed(
     if optimizer is not None and local.mode == "train":
         from graphpar.verification.tried_optimizer import tried_optimizer
 
-        report["warnings"] += tried_optimizer(Parts(done, package.files, report, model_file))
+        report["warnings"] += tried_optimizer(Parts(done, files, report, model_file))
     return Parts(done, files | report_files(report, plan), report, model_file)
 
 

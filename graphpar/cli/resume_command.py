@@ -24,6 +24,7 @@ from rich.console import Console
 from graphpar.cli import compile_command, run_command
 from graphpar.cli.output import Result, print_wrapped, program_folder, stdout_console
 from graphpar.cli.plan_file import read_plan, read_program
+from graphpar.codegen.package import import_stage
 from graphpar.codegen.saving import edited_files
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Change, KeptPlans, what_if
 from graphpar.errors import GraphparError, NothingFits
@@ -31,7 +32,8 @@ from graphpar.frontend.modelfile import find_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
-from graphpar.runtime.checkpoints.folders import find, read_record
+from graphpar.runtime.checkpoints.checkpoint import check_fits
+from graphpar.runtime.checkpoints.folders import read_record
 from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, ranks_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.mesh import Mesh
@@ -75,7 +77,8 @@ def run(options: argparse.Namespace) -> Result:
     weights = before.folder / "weights"
     given = ["--weights", os.path.relpath(weights)] if weights.is_dir() else []  # for a training that is yet to begin
     if options.checkpoint is not None:  # without one it would begin anew
-        given, steps = _begun_with(find(options.checkpoint))
+        stages = [import_stage(before.folder, stage.index) for stage in before.program.stages]
+        given, steps = _begun_with(check_fits(options.checkpoint, stages, before.program))
         options.steps = options.steps or steps
     cluster = _cluster(before.plan, options)
     devices = options.devices if cluster is None else cluster.size

@@ -144,11 +144,13 @@ def test_verify_finds_a_fault_in_generation(tmp_path: Path) -> None:
     parts = parts_of(grpo, {"mesh": {"pp": 2}})
     assert (honest := gp.verify(parts, steps=1)).ok, honest
     stage = parts.folder / "generate" / "stage_1.py"
-    stage.write_text(stage.read_text() + FAULT)
+    text = stage.read_text()
 
-    wrong = gp.verify(parts, steps=1)
-    assert not wrong.ok and wrong.worst["output"] == "logits", wrong
-    assert "in generation" in str(wrong.first_difference), wrong
+    for fault in (FAULT, STALE):
+        stage.write_text(text + fault)
+        wrong = gp.verify(parts, steps=1)
+        assert not wrong.ok and wrong.worst["output"] == "logits", wrong
+        assert "in generation" in str(wrong.first_difference), wrong
 
 
 FAULT = """
@@ -157,6 +159,20 @@ _forward = Stage1.forward
 Stage1.forward = lambda self, hidden, **inputs: _forward(self, hidden.flip(-1), **inputs)
 """
 """Emitted code that computes with something else than it received."""
+STALE = """
+
+_forward = Stage1.forward
+
+
+def forward(self, hidden, **inputs):
+    self.first = getattr(self, "first", self.policy.head.weight.detach().clone())
+    self.policy.head.weight = nn.Parameter(self.first)
+    return _forward(self, hidden, **inputs)
+
+
+Stage1.forward = forward
+"""
+"""Emitted code that computes with a weight of the first call."""
 
 
 class Counting(grpo.GPT):
@@ -203,6 +219,25 @@ def test_buffers_are_as_training_left_them(tmp_path: Path) -> None:
             pipeline.step({"tokens": ids, "chosen": ids})
             model.train()
             model(ids)
+
+
+class Scaled(grpo.GPT):
+    """Its table is in no checkpoint, so both programs have a file of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((grpo.DIGITS + 1,), 2.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens) * self.scale
+        return logits
+
+
+def test_constants_are_beside_an_own_optimizer(tmp_path: Path) -> None:
+    ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(Scaled, (ids,), loss_fn=likelihood, targets=(ids,), mode="train,generate")
+    folder = gp.partition(program, gp.plan(program), optimizer=grpo.__file__).save(tmp_path / "out")
+    assert all((folder / place / "constants.safetensors").is_file() for place in ("", "generate"))
 
 
 def test_a_buffer_that_evaluation_writes_and_reads_is_refused() -> None:

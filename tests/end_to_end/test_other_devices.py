@@ -20,6 +20,7 @@ import pytest
 
 from graphpar.cli import resume_command
 from graphpar.cli.main import main
+from graphpar.runtime import Pipeline, start
 from graphpar.runtime.launching.process_supervisor import descendants
 from tests.tools.rank_pool import RankPool
 from tests.tools.samples import SEED
@@ -143,6 +144,29 @@ def test_files_that_were_given_are_found_from_anywhere(
     model.write_text(_SMALL.replace("16, 16", "16, 16, bias=False", 1))
     assert main(["resume", str(out), "--devices", "3"]) == 2
     assert "model.py was edited since" in capsys.readouterr().err
+
+
+@pytest.mark.costly
+def test_options_are_those_of_the_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint may be beside later ones of another model, and only these are refused."""
+    checkpoints, programs = tmp_path / "ck", {"1": tmp_path / "own", "2": tmp_path / "other"}
+    for (name, program), layer in zip(programs.items(), ("16, 16", "16, 16, bias=False")):
+        model = tmp_path / f"{program.name}.py"
+        model.write_text(_SMALL.replace("16, 16", layer, 1))
+        assert main(["compile", str(model), "--no-weights", "-o", str(program)]) == 0
+        with start() as ranks, Pipeline(program, ranks.device) as pipeline:
+            pipeline.load_weights()
+            optimizer, data = pipeline.optimizer(), {"arguments": ["--lr", f"0.{name}"]}
+            for place in (checkpoints / name, tmp_path / program.name / "ck" / name):
+                pipeline.save_checkpoint(place, optimizer, step=1, data=data)
+    own = ["resume", str(programs["1"]), "--devices", "2", "--no-run", "--checkpoint"]
+    capsys.readouterr()
+    assert main([*own, str(checkpoints), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"].endswith(f"--checkpoint {checkpoints} --lr 0.1")
+    assert main(["checkpoint", "convert", str(checkpoints), "--to", str(programs["1"]), "-o", str(tmp_path / "3")]) == 0
+    assert main([*own, str(programs["2"] / "ck"), "-o", str(tmp_path / "new")]) == 2
+    assert "it has no value for 0.bias" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.costly

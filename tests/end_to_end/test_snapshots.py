@@ -113,6 +113,31 @@ def test_the_newest_intact_snapshot_of_the_latest_checkpoint_is_taken_up(
     assert (nodes[1] / next(nodes[1].glob("graphpar-*")).name).stat().st_mode & 0o077 == 0
 
 
+def test_models_that_share_a_folder_keep_their_own(tmp_path: Path, nodes: list[Path]) -> None:
+    folder, memory, programs = tmp_path / "ckpt", nodes[0], [tmp_path / "first", tmp_path / "second"]
+    for width, program in enumerate(programs, 4):
+        model, rows = torch.nn.Linear(width, width), torch.zeros(2, width)
+        made = gp.export(model, (rows,), loss_fn=torch.nn.functional.mse_loss, targets=(rows,))
+        gp.partition(made, gp.plan(made)).save(program, weights=model.state_dict())
+    with start() as ranks, Pipeline(programs[0], ranks.device) as first, Pipeline(programs[1], ranks.device) as second:
+        for each in (first, second):
+            each.load_weights()
+            each.save_snapshot(folder, step=2, memory=memory)
+        second.drop_snapshots()
+        assert kept_steps(memory) == [2]
+        assert second.resume(folder, memory=memory) is None
+        first.save_checkpoint(folder / "first-4", step=4)  # the only one, and of the other model
+        first.drop_snapshots()
+        second.save_snapshot(folder, step=3, memory=memory)  # into what the first one has removed
+        assert [each.stat().st_mode & 0o077 for each in memory.iterdir()] == [0]
+    assert kept_steps(memory) == [3]
+    with start() as ranks, Pipeline(programs[1], ranks.device) as second:
+        saved = second.resume(folder, memory=memory)
+        assert saved is not None and saved.step == 3
+        second.drop_snapshots()
+    assert not list(memory.iterdir()) and not (folder / "snapshots").exists()
+
+
 def test_too_little_memory_is_refused(
     one: Path, bench: Bench, tmp_path: Path, nodes: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -402,7 +402,7 @@ def on_disk(path: str | Path, held: Shapes) -> Source:
 
 def latest(path: str | Path, held: Shapes) -> Path:
     """Find the checkpoint that ``path`` is or names, or the latest one in it of the model that has these tensors."""
-    return find(path, lambda each: _is_of(each, held))
+    return find(path, lambda each: is_of(each, held))
 
 
 def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[Checkpoint, Progress] | None:
@@ -436,24 +436,32 @@ def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[
     return Checkpoint(record["step"], record["data"], folder), progress
 
 
+def whole_shapes(state: State) -> Shapes:
+    """Return the shapes of the whole model, of all ranks, by first name; a collective call."""
+    with agreed():
+        own = shapes_of({entry.key: entry for entry in state.model().values()})
+    return {name: shape for shapes in gather_objects(own) for name, shape in shapes}
+
+
 def shapes_of(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...]]]:
     """Return the names and whole shapes of a model's tensors among ``entries``."""
     return [(entry.path[1], entry.shape) for entry in entries.values() if entry.path[:1] == MODEL]
 
 
-def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> None:
-    """Check the names and shapes of the weights in a checkpoint against all stages of a program, without a rank.
+def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest) -> Path:
+    """Find the checkpoint that the ranks of a program would load, and check names and shapes of its weights against all stages, without a
+    rank.
 
     Raises:
         RuntimeProgramError: there is no whole checkpoint, or it is of another model.
     """
-    folder = find(path)
+    held = {name: tensor for stage in stages for name, tensor in stage.state_dict(keep_vars=True).items()}
+    shapes = {name: whole_shape(program, name, tensor) for name, tensor in held.items()}
+    folder = latest(path, shapes)
     record, sizes = read_record(folder), sizes_of(read_tensors(folder))
     saved = {key[1]: shape for key, (shape, _) in sizes.items() if key[:1] == MODEL}
-    held = {name: tensor for stage in stages for name, tensor in stage.state_dict(keep_vars=True).items()}
     check_names(folder, held, set(saved), record["ties"], "the program")
     found = {name: saved[_saved_name(name, set(saved), record["ties"]) or name] for name in held}
-    shapes = {name: whole_shape(program, name, tensor) for name, tensor in held.items()}
     wrong = [
         f"{name} (expected {list(shape)}, found {list(found[name])})"
         for name, shape in shapes.items()
@@ -461,6 +469,7 @@ def check_fits(path: str | Path, stages: Sequence[nn.Module], program: Manifest)
     ]
     if wrong:
         raise RuntimeProgramError(f"{folder} has values of other shapes: {listed(wrong)}")
+    return folder
 
 
 def _matched(
@@ -485,7 +494,7 @@ def _matched(
     return entries
 
 
-def _is_of(folder: Path, held: Shapes) -> bool:
+def is_of(folder: Path, held: Shapes) -> bool:
     """Return whether a checkpoint is of the model that has these tensors; also if it is damaged, which is for the user to know."""
     try:
         ties, sizes = read_record(folder)["ties"], sizes_of(read_tensors(folder))

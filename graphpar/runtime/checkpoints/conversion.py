@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from graphpar.runtime.checkpoints.adapters import base_weights, check_mergeable, write_adapters
-from graphpar.runtime.checkpoints.checkpoint import check_names, check_sizes, shapes_of
+from graphpar.runtime.checkpoints.checkpoint import check_names, check_sizes, latest, shapes_of
 from graphpar.runtime.checkpoints.folders import (
     BEST,
     FORMAT,
@@ -263,7 +263,7 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
             "loss_scale": {"value": 1.0, "skipped": 0, "finite": 0}, "optimizer": None,
         }  # fmt: skip
     else:
-        path = find(source)
+        path = find(source) if required is None else latest(source, {name: each[0] for name, each in required.items()})
         record, stored = {**read_record(path), "time": time.time()}, read_tensors(path)
         found = {key: tensor.read() for key, tensor in stored_tensors(path, stored).items()}
     if program is not None and required is not None:

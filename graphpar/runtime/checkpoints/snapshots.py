@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
-from graphpar.runtime.checkpoints.checkpoint import Progress, Saver, Shapes, Source, copied, latest, recorded
+from graphpar.runtime.checkpoints.checkpoint import Progress, Saver, Shapes, Source, copied, is_of, latest, recorded
 from graphpar.runtime.checkpoints.folders import is_in, model_of, read_record, remove, write_record
 from graphpar.runtime.checkpoints.resharding import BUCKET_BYTES, Resharding
 from graphpar.runtime.checkpoints.saved_state import State
@@ -88,9 +88,12 @@ class Snapshots:
                     f"there is no folder {memory} for snapshots; name one in memory, such as a RAM disk's, with --snapshots"
                 )
             own = (_run_of(checkpoints), secrets.token_hex(4)) if self._rank == 0 else None
-        run, self._start = gather_objects(own)[0]
+        self._run, self._start = gather_objects(own)[0]
+        digest = hashlib.sha256(f"{self._run} {checkpoints.resolve()}".encode()).hexdigest()[
+            :16
+        ]  # a copy is another run
         with agreed():
-            self._root = _own_folder(memory / f"graphpar-{run}")
+            self._root = _own_folder(memory / f"graphpar-{digest}")
         self.nodes: list[str] = gather_objects(_node_of(self._root))
         self._near = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self._rank]]
         self.notes: list[str] = []
@@ -116,6 +119,9 @@ class Snapshots:
         # From here on all ranks have kept the one before.
         name = f"{record['model']}.{step}.{self._size}.{self._start}"
         with agreed():
+            _own_folder(self._root)  # another model of the run, which has ended, may have removed it
+            if self._rank == 0:
+                _run_of(self.checkpoints, self._run)
             record["after"] = self._may_be_latest(shapes) if self._rank == 0 else []
         if not self._connected:
             self._connect(sum(box.values.nbytes + BOX_BYTES for each in entries.values() for box in each.boxes))
@@ -174,8 +180,8 @@ class Snapshots:
     def _may_be_latest(self, shapes: Shapes) -> list[float | None]:
         """The times of those checkpoints that may be the latest when this start ends."""
         if self._after is None:
-            there = is_in(self.checkpoints)
-            self._after = [read_record(latest(self.checkpoints, shapes))["time"] if there else None]
+            there = latest(self.checkpoints, shapes) if is_in(self.checkpoints) else None
+            self._after = [None if there is None or not is_of(there, shapes) else read_record(there)["time"]]
         return self._after if self._saver.pending else self._after[-1:]
 
     def _connect(self, nbytes: int) -> None:
@@ -220,13 +226,18 @@ class Snapshots:
             self._to, self._copy = None, None
             self._from.clear()
 
-    def drop(self) -> None:
-        """Remove the snapshots, as training has ended."""
+    def drop(self, shapes: Shapes) -> None:
+        """Remove the snapshots of the model that has these tensors, as its training has ended; those of other models stay."""
         self.wait()
         with agreed():
             if self._rank == self._near[0]:
-                remove(self._root)
-            if self._rank == 0:
+                for each in self._root.glob(f"{model_of(shapes.items())}.*"):
+                    remove(each)
+                with suppress(OSError):  # it has others
+                    self._root.rmdir()
+        left = gather_objects(self._root.is_dir())
+        with agreed():
+            if self._rank == 0 and not any(left):
                 (self.checkpoints / RUN).unlink(missing_ok=True)
 
     # ---- loaded ----
@@ -320,16 +331,16 @@ def _ranks(name: str) -> int:
     return int(name.split(".")[2])
 
 
-def _run_of(checkpoints: Path) -> str:
-    """Name the run that saves into a folder of checkpoints: by the name in its file, and by its path, so that a copy is another run."""
+def _run_of(checkpoints: Path, name: str | None = None) -> str:
+    """Return the name of the run that saves into a folder of checkpoints; its file gets ``name``, or a new one, where it has none."""
     file = checkpoints / RUN
-    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    if not re.fullmatch(r"[0-9a-f]{16}", name):
-        name, new = secrets.token_hex(8), checkpoints / f".{RUN}"
+    found = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    if not re.fullmatch(r"[0-9a-f]{16}", found):
+        found, new = name or secrets.token_hex(8), checkpoints / f".{RUN}"
         checkpoints.mkdir(parents=True, exist_ok=True)
-        new.write_text(f"{name}\n", encoding="utf-8")
+        new.write_text(f"{found}\n", encoding="utf-8")
         new.replace(file)
-    return hashlib.sha256(f"{name} {checkpoints.resolve()}".encode()).hexdigest()[:16]
+    return found
 
 
 def has_left(checkpoints: Path, memory: Path) -> bool:

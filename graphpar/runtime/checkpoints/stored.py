@@ -311,7 +311,7 @@ class Stored:
         self._in_memory(path, memory).save(state, progress, step=step, data=data)
 
     def drop_snapshots(self, path: str | Path | None = None, memory: str | Path = MEMORY) -> None:
-        """Remove the snapshots that :meth:`save_snapshot` has kept: training has ended. A collective call.
+        """Remove the snapshots of this model that :meth:`save_snapshot` has kept: training has ended. A collective call.
 
         Args:
             path, memory: the folder of checkpoints, and that of a node's memory, where an earlier start may have left some.
@@ -319,7 +319,7 @@ class Stored:
         if self._snapshots is None and path is not None and all(gather_objects(has_left(Path(path), Path(memory)))):
             self._in_memory(path, memory)
         if self._snapshots is not None:
-            self._snapshots.drop()
+            self._snapshots.drop(checkpoint.whole_shapes(self._state(None)))
             self._snapshots = None
 
     def _in_memory(self, path: str | Path, memory: str | Path) -> Snapshots:

@@ -203,6 +203,10 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
                 (tokens,) = load_file(job["batches"][job["steps"] - 1]).values()
                 _check_generated(pipeline, tokens)
         else:
+            if job.get(
+                "generates"
+            ):  # before, too: so that what it keeps of weights is old afterwards, and what it writes is seen
+                pipeline.logits(_sequences(pipeline, load_file(job["batches"][0])))
             _train(pipeline, job, results)
             buffers = {f"buffer/{name}": value for name, value in _buffers(pipeline)}
             results.keep("state", _parameters(pipeline, "param") | buffers)
@@ -231,11 +235,17 @@ def _evaluate(pipeline: Pipeline, batch: Mapping[str, Tensor], results: _Results
 def _generate(pipeline: Pipeline, batch: Mapping[str, Tensor], results: _Results) -> None:
     """Keep the logits of the first tokens of a batch, computed as between steps, and check what continues them."""
     assert pipeline.between is not None
-    (given,), (logits,) = pipeline.between.program.inputs, pipeline.between.program.outputs
-    tokens = batch[given.name][: given.shape[0]]
+    (logits,), tokens = pipeline.between.program.outputs, _sequences(pipeline, batch)
     if (found := pipeline.logits(tokens)) is not None:
         results.keep("generated", {f"output/generation/{logits.name}": found})
     _check_generated(pipeline, tokens)
+
+
+def _sequences(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the first tokens of a batch, as many sequences as are generated at a time."""
+    assert pipeline.between is not None
+    (given,) = pipeline.between.program.inputs
+    return batch[given.name][: given.shape[0]]
 
 
 def _check_generated(pipeline: Pipeline, tokens: Tensor) -> None:
