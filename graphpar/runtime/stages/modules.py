@@ -212,6 +212,17 @@ def materialise(
                     slots[name] = empty(tensor)
 
 
+def share_parameters(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> None:
+    """Have one parameter where several stages of this rank hold a parameter of one name, or of one tie."""
+    first, found = {name: names[0] for names in ties for name in names}, dict[str, nn.Parameter]()
+    for stage in stages:
+        for path, module in stage.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    known = f"{path}.{name}" if path else name
+                    module._parameters[name] = found.setdefault(first.get(known, known), parameter)
+
+
 def stage_function(package: str, stage: StageInterface, name: str) -> Callable[..., Any]:
     """Return a function of a stage's file.
 

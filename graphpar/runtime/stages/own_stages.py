@@ -24,6 +24,7 @@ from graphpar.runtime.stages.modules import (
     emitted_package,
     empty_stage,
     materialise,
+    share_parameters,
     stage_function,
 )
 from graphpar.runtime.stages.offloaded_activations import OffloadedActivations
@@ -73,6 +74,8 @@ class OwnStages:
         self.home = torch.device("cpu") if self._shards_on_host else device
         stored = [self._stored(interface) for interface in self.interfaces]
         self.modules, self.casts = [module for module, _ in stored], [casts for _, casts in stored]
+        if not program.fully_sharded:  # FSDP2 shards each stage by itself
+            share_parameters(self.modules, program.ties)
         draw_in_one_kernel(self.package, device)
         for module in self.modules:
             load_constants(module, program.folder / CONSTANTS, program, groups.place)

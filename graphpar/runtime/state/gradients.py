@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -105,6 +106,8 @@ class Gradients:
         self._in_16_bits = [
             (name, each) for name, each in named if copied and not each.requires_grad and each.itemsize == 2
         ]
+        self._readers = Counter(each for stage in parameters.stages for each in stage.parameters())
+        """In how many stages of this rank a parameter is."""
         self._trained: set[nn.Parameter] = set()  # while there are gradients that are not reduced
         self._alone: list[Partial] = []
         self._of_units: list[Bucket] = []
@@ -174,7 +177,7 @@ class Gradients:
             if bucket.early:
                 copies = [copy for partial in bucket.partials for copy in partial.copies]
                 bucket.incomplete = {copy for copy in copies if copy.requires_grad}
-                self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
+                self._to_come |= {copy: (self.microbatches * self._readers[copy], bucket) for copy in bucket.incomplete}
         if accumulate and self._refusal is None:
             self._refusal = register_optimizer_step_pre_hook(self._refuse)
 
