@@ -166,22 +166,21 @@ class StepEnds:
         for each unit of FSDP2 or ZeRO 1; where ranks own full parameters one for each of its owners, which are in runs of parameters
         (``contiguous``: as many more as there are other owners) or anywhere (``longest``: as many as parameters allow).
 
-        A unit is a block, what a stage has besides, or a parameter of several stages.
+        A unit is a block, what a stage has besides, or a parameter that other ranks hold, too.
         """
         if not self.execution.copies_gradients:  # they lie in one tensor
             return 1
-        sizes, tied = [], set[str]()
+        sizes, elsewhere, tied = [], self.bytes.tied_beyond(stages), set[str]()
         for first, after in stages:
             rest = 0
             for unit in self.bytes.units[first:after]:
-                trained = [part for part in unit.held if part.trained]
-                apart = {part.tied for part in trained if part.tied is not None and self.mesh.pp > 1}
-                tied |= apart
-                own = sum(part.count for part in trained if part.tied not in apart)
+                trained = [part for part in unit.held if part.trained and part.tied not in tied]
+                tied |= {part.tied for part in trained if part.tied is not None}
+                own = sum(part.count for part in trained if part.tied not in elsewhere)
                 sizes += [own] * unit.has_blocks
                 rest += own * (not unit.has_blocks)
             sizes.append(rest)
-        sizes = [size for size in (*sizes, *[1] * len(tied)) if size]
+        sizes = [size for size in (*sizes, *[1] * len(tied & elsewhere)) if size]
         owners, ranks = self.execution.zero1_by if self._zero == 1 else "flat", self.sharing.size
         if owners == "longest":
             return max(1, sum(min(size, ranks) for size in sizes))

@@ -128,11 +128,15 @@ class UnitBytes:
         return self._counts[key]
 
     def copies(self, stages: Sequence[tuple[int, int]]) -> tuple[Held, ...]:
-        """Return the parameters of a rank with these stages as it stores and updates them: of a tied one each stage has a copy, with a
-        gradient and state of its own, but where ranks update pieces of one flat tensor (ZeRO 1)."""
-        if self.execution.zero == 1 and self.execution.copies_gradients:
+        """Return the parameters of a rank with these stages as it stores and updates them: where FSDP2 shards stages, each by itself, each
+        has a tied one, with a gradient and state of its own."""
+        if self.execution.zero < 2:
             return self.held(stages)
         return tuple(held for stage in stages for held in self.held([stage]))
+
+    def tied_beyond(self, stages: Sequence[tuple[int, int]]) -> frozenset[str]:
+        """Return the ties of which units that are not in these stages hold a parameter."""
+        return frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in stages))
 
     def alike(self, stages: Sequence[Run]) -> tuple[Run, ...]:
         """Return, of all stages that were asked for and hold the same as these, the first."""
@@ -198,8 +202,7 @@ class UnitBytes:
         if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
             held = self.copies(mine)
-            elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
-            buckets = self._buckets(self.held(mine), elsewhere)
+            buckets = self._buckets(self.held(mine), self.tied_beyond(mine))
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
                 buckets += max(map(self._while_gathered, together), default=0)

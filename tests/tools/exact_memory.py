@@ -319,12 +319,14 @@ def rank_memory(
 def _held(
     program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage], execution: Execution
 ) -> dict[str, int]:
-    """Parameters and what follows from them; a tied one is there once in each stage."""
+    """Parameters and what follows from them; a tied one is there once, or in each stage where these are sharded."""
     parameters: list[tuple[str, TensorInfo]] = []
     buffered = 0
     for stage in own:
         for name in _distinct(program, stage):
             if name in program.parameters:
+                if execution.zero < 2 and any(name == known for known, _ in parameters):
+                    continue
                 parameters.append((name, program.parameters[name]))
             else:
                 buffered += program.tensor_info(name).nbytes

@@ -328,8 +328,8 @@ class StepPrices:
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
 
     def _copies(self, stages: Sequence[Units]) -> list[Held]:
-        """A stage has its own copy of what others have, but where all are views of one tensor."""
-        return held_once(stages) if self.zero == 1 else [part for units in stages for part in held_once([units])]
+        """A stage that is sharded has its own copy of what others have."""
+        return held_once(stages) if self.zero < 2 else [part for units in stages for part in held_once([units])]
 
     def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
         """Gradients for most of a step, and when the last are summed. At level 1 two units are summed at a time, from copies; an only
