@@ -89,7 +89,7 @@ def test_plans_are_measured_on_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setattr(regret, "predicted", lambda *_: kept[:4])
     monkeypatch.setattr(regret, "FINAL_ROUNDS", 2)
-    score: Score = regret.score("mlp", Cluster.parse("2xCPU"), 2, 0.0, 0)
+    score: Score = regret.score("mlp", Cluster.parse("2xCPU"), 2, 0.0, 0, 1.0)
     assert len(score.rows) == 4
     assert score.chosen == plan_name(kept[0])
     assert score.regret >= 1
