@@ -330,11 +330,11 @@ def _warnings(old: Plan, new: Plan) -> Iterator[str]:
 def _command(new: Path, plan: Plan, options: argparse.Namespace, given: Sequence[str]) -> str:
     """Return how training goes on by hand."""
     more = [*([] if options.steps is None else ["--steps", str(options.steps)]), *given]
-    steps = "".join(f" {shlex.quote(each)}" for each in more)
     place = "CKPT" if options.checkpoint is None else str(options.checkpoint.resolve())
     if plan.cluster is not None and plan.cluster.nodes > 1:
-        return f"HEAD=NAME {os.path.relpath(new)}/launch.sh --checkpoint {place}{steps}"
-    return f"torchrun --nproc-per-node {plan.mesh.size} {os.path.relpath(new)}/train.py --checkpoint {place}{steps}"
+        return "HEAD=NAME " + shlex.join([f"{os.path.relpath(new)}/launch.sh", "--checkpoint", place, *more])
+    script = f"{os.path.relpath(new)}/train.py"
+    return shlex.join(["torchrun", "--nproc-per-node", str(plan.mesh.size), script, "--checkpoint", place, *more])
 
 
 def _show(data: Mapping[str, Any], console: Console) -> None:
@@ -343,9 +343,7 @@ def _show(data: Mapping[str, Any], console: Console) -> None:
     if data["devices"] < data["given"]:
         lines += ["", f" {data['given']} devices can't be used, {data['devices']} are: {data['why']}"]
     lines += [""] + [f" Warning    {text}" for text in data["warnings"]]
-    lines += [
-        f" {'Kept' if data['reused'] else 'Wrote':10} {data['out']}",
-        f" Next       {data['command']}",
-        f"            graphpar diff {data['from']} {data['out']}",
-    ]
+    lines += [f" {'Kept' if data['reused'] else 'Wrote':10} {data['out']}"]
     print_wrapped(console, lines)
+    console.out(f" Next       {data['command']}", highlight=False)  # whole, to be copied
+    console.out(f"            {shlex.join(['graphpar', 'diff', data['from'], data['out']])}", highlight=False)

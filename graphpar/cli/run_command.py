@@ -319,8 +319,10 @@ def show(data: dict[str, Any], console: Console) -> None:
     if "texts" in data:
         return
     lines = [f" {name} {shape}" for name, shape in data.get("outputs", {}).items()]
-    lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, including the start of the processes")
-    taken = [seconds for seconds in data.get("step_seconds", ()) if seconds is not None]
+    seconds = data.get("step_seconds")  # of the steps after those of a checkpoint; inference has none
+    made = data["steps"] if seconds is None else len(seconds)
+    lines.append(f" {plural(made, 'step')} in {data['seconds']:.1f} s, including the start of the processes")
+    taken = [each for each in seconds or () if each is not None]
     if len(taken) > 1:
         middle = statistics.median(taken[1:])
         lines[-1] += f"; a step took {seconds_text(middle)} (median, without the first)"

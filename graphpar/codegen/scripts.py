@@ -314,7 +314,7 @@ _SHELL = """#!/usr/bin/env bash
 #
 # Set in the environment, where it is otherwise: NODES, DEVICES (of a node), PORT, JOB (a name, if several jobs share a node).
 {elastic}set -euo pipefail
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
+here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 
 {bounds}nodes=${{NODES:-{nodes}}} devices=${{DEVICES:-{devices}}}
 if ! [[ $nodes =~ ^[1-9][0-9]*$ && $devices =~ ^[1-9][0-9]*$ ]]; then
@@ -336,14 +336,14 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${{TORCH_NCCL_DUMP_ON_TIMEOUT:-1}} TORCH_FR_BU
     # Ranks of one node meet in a file and on its loopback, where no other machine reaches them.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     exec torchrun --nproc-per-node "$devices" --local-addr localhost --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
-        --rdzv-conf store_type=file --rdzv-endpoint "$(mktemp)" {script} "$@"
+        --rdzv-conf store_type=file --rdzv-endpoint "$(mktemp)" "$here/{script}" "$@"
 fi
 if [[ -z ${{HEAD:-}} ]]; then
     echo "launch.sh: set HEAD to the name or address of one node, the same on all" >&2
     exit 2
 fi
 exec torchrun --nnodes "$nodes" --nproc-per-node "$devices" --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
-    --rdzv-endpoint "$HEAD:${{PORT:-29500}}" {script} "$@"
+    --rdzv-endpoint "$HEAD:${{PORT:-29500}}" "$here/{script}" "$@"
 """
 
 _ELASTIC = """\
@@ -374,7 +374,7 @@ _START = """if [[ -n $least$most ]]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # the ranks' own store is a new one after each change
     exec torchrun --nnodes "$least:$most" --nproc-per-node "$devices" --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}" \\
         --rdzv-backend c10d --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\
-        --module graphpar.runtime.launching.elastic "$PWD" "$@"
+        --module graphpar.runtime.launching.elastic "$here" "$@"
 fi
 """
 

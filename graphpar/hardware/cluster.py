@@ -381,7 +381,10 @@ def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:
-        found = Cluster.from_json(_read_fields(file) | counted)
+        given = _read_fields(file)
+        if counted and "groups" in given:
+            raise GraphparError("a number before it is not for groups, whose nodes and devices are in the file.")
+        found = Cluster.from_json(given | counted)
         for each in found.groups or (found,):
             _check_units(each)
         return found

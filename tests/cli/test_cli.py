@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import graphpar as gp
 from graphpar.cli import compile_command, run_command
 from graphpar.cli.main import main
-from graphpar.cli.output import CHECK_FAILED, DONE, OUR_BUG, USER_ERROR, phases
+from graphpar.cli.output import CHECK_FAILED, DONE, OUR_BUG, USER_ERROR, phases, stdout_console
 from graphpar.cli.parser import COMMANDS, build_parser
 from graphpar.cli.plan_file import read_program
 from graphpar.codegen.saving import edited_files
@@ -363,6 +363,11 @@ def test_a_file_in_the_place_of_a_folder_and_a_folder_in_that_of_a_file(
         )
     assert "models is a folder; name the Python file in it" in message(capsys, "compile", "models")
     assert "models is a folder; name the Python file in it" in message(capsys, "compile", "./models")
+
+
+def test_steps_of_a_training_that_goes_on_are_those_made_now(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command.show({"steps": 6, "seconds": 2.0, "step_seconds": [0.5], "predicted": None}, stdout_console())
+    assert capsys.readouterr().out == "\n 1 step in 2.0 s, including the start of the processes\n"
 
 
 def test_figures_of_a_plan_that_was_edited_since_are_not_shown(

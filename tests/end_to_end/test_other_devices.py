@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 
 from graphpar.cli import resume_command
 from graphpar.cli.main import main
+from graphpar.cli.output import stdout_console
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.launching.process_supervisor import descendants
 from tests.tools.rank_pool import RankPool
@@ -27,6 +30,26 @@ from tests.tools.samples import SEED
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "gpt_dropout.py"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_command_that_goes_on_can_be_typed(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths with spaces are quoted, and a long line is whole."""
+    monkeypatch.chdir(tmp_path)
+    new, checkpoint = tmp_path / "my out", tmp_path / ("long " * 30) / "ck"
+    options = Namespace(steps=7, checkpoint=checkpoint)
+    plan = Namespace(cluster=Namespace(nodes=nodes), mesh=Namespace(size=2))
+    command = resume_command._command(new, plan, options, ["--data", "a b.txt"])  # type: ignore[arg-type]
+    script = "my out/train.py" if nodes == 1 else "my out/launch.sh"
+    rest = [script, "--checkpoint", str(checkpoint), "--steps", "7", "--data", "a b.txt"]
+    assert shlex.split(command)[-7:] == rest
+    shown = {"difference": {}, "devices": 2, "given": 2, "warnings": [], "reused": False, "command": command}
+    monkeypatch.setattr(resume_command, "difference_lines", lambda _: [])
+    resume_command._show(shown | {"from": "out", "out": "my out"}, stdout_console())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == [f" Next       {command}", "            graphpar diff out 'my out'"]
 
 
 def test_training_goes_on_with_the_options_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:

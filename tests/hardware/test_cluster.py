@@ -346,7 +346,10 @@ def test_the_cluster_file_that_is_shown_is_one(tmp_path: Path) -> None:
     made = Cluster.parse(written(tmp_path, shown.text))
     assert [level.link.bytes_per_s for level in made.levels] == [50e9, 12.5e9, 6.25e9]
     (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "groups.toml"]
-    assert Cluster.parse(written(tmp_path, shown.text)) == Cluster.parse("8xH100+16xA100")
+    file = written(tmp_path, shown.text)
+    assert Cluster.parse(file) == Cluster.parse("8xH100+16xA100")
+    with pytest.raises(gp.GraphparError, match="a number before it is not for groups"):
+        Cluster.parse(f"4x{file}")
 
 
 # ---- prices and plans ------------------------------------------------------------------------------------------

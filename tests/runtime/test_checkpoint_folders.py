@@ -53,6 +53,21 @@ def hidden(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
 
 
+@pytest.mark.parametrize("name", [".", "..", "../..", "/"])
+def test_a_folder_without_a_name_of_its_own_holds_no_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    with pytest.raises(RuntimeProgramError, match="is neither a checkpoint nor a folder of checkpoints"):
+        find(name)
+
+
+def test_the_current_folder_is_a_folder_of_checkpoints(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved.parent)
+    assert find(".") == Path("1")
+
+
 # ---- who writes ------------------------------------------------------------------------------------------------------
 
 

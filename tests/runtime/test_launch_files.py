@@ -142,7 +142,8 @@ def test_one_node_meets_where_no_other_machine_reaches_it(program: Path, tmp_pat
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     losses = tmp_path / "losses.json"
     ended = subprocess.run(
-        [program / "launch.sh", "--steps", "2", "--json", str(losses)],
+        [program / "launch.sh", "--steps", "2", "--json", losses.name],  # a path of the folder it is started in
+        cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if "IFNAME" not in name}
         | {"PYTHONPATH": search},
         capture_output=True, text=True, timeout=240,

@@ -339,7 +339,8 @@ def test_what_fails_beside_training_is_said_by_the_next_call(
     monkeypatch.setattr(checkpoint.BoxWriter, "write_data", full)
     pipeline.save_checkpoint(tmp_path / "ckpt" / "1", step=1, wait=False)
     with pytest.raises(
-        RuntimeProgramError, match=r"ckpt/1 can't be saved: rank 0: \[Errno 28\] No space left on device"
+        RuntimeProgramError,
+        match=r"ckpt/1 can't be saved: rank 0: \[Errno 28\] No space left on device \([\d,.]+ MiB are free there\)",
     ):
         pipeline.close()
     assert list((tmp_path / "ckpt").iterdir()) == []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -216,7 +217,9 @@ def _finished(place: str, part: Part, finish: Callable[[list[list[WriteResult]]]
     try:
         for rank, (message, _) in enumerate(said):
             if message is not None:
-                return f"{part.target} can't be saved: rank {rank}: {message}"
+                # torch's writer doesn't say that a disk is full
+                free = shutil.disk_usage(part.target.parent).free / 2**20
+                return f"{part.target} can't be saved: rank {rank}: {message} ({free:,.1f} MiB are free there)"
         finish([results for _, results in said])
     except RuntimeProgramError as error:
         return str(error)

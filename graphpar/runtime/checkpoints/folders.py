@@ -165,7 +165,8 @@ def _crc32(path: Path) -> int | None:
 
 def beside(folder: Path, kind: str) -> Path:
     """Return the hidden folder beside a checkpoint: "old" while another takes its place, "OWNER.part" while it is written or removed."""
-    return folder.with_name(f".{folder.name}.{kind}")
+    named = folder if folder.name not in ("", "..") else folder.resolve()
+    return named.parent / f".{named.name}.{kind}"
 
 
 # ---- who writes ------------------------------------------------------------------------------------------------------
