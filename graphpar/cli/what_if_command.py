@@ -86,7 +86,7 @@ _ROWS: tuple[tuple[str, Callable[[Repriced], str]], ...] = (
     ("bubble", lambda plan: share_text(plan.estimate.bubble_fraction) if plan.mesh.pp > 1 else ""),
     ("MFU", lambda plan: share_text(plan.estimate.mfu)),
     ("peak memory", lambda plan: bytes_text(max(plan.estimate.peak_memory_bytes))),
-    ("of", lambda plan: bytes_text(plan.estimate.room_bytes)),
+    ("of", lambda plan: bytes_text(plan.estimate.memory_bytes)),
 )
 
 

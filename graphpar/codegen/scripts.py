@@ -370,7 +370,7 @@ _START = """if [[ -n $least$most ]]; then
         exit 2
     fi
     conf=keep_alive_interval=5 endpoint="$HEAD:${{PORT:-29500}}"
-    if [[ $HEAD == /* ]]; then conf=store_type=file endpoint=$HEAD; fi
+    if [[ $HEAD == */* ]]; then conf=store_type=file endpoint=$(realpath -m "$HEAD"); fi
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # the ranks' own store is a new one after each change
     exec torchrun --nnodes "$least:$most" --nproc-per-node "$devices" --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}" \\
         --rdzv-backend c10d --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\
