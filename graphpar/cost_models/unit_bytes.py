@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory
-from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
+from graphpar.cost_models.pipeline_units import Bytes, HalvesBytes, Held, JoinedUnits, Unit
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
@@ -31,10 +31,12 @@ Array = NDArray[np.float64]
 
 
 class Most(NamedTuple):
-    """The bytes of activations that a rank keeps, and of whole parameters and gradients of sharded state, where their sum is the most."""
+    """The bytes of activations that a rank keeps, of whole parameters and gradients of sharded state, and of what the running action needs
+    on top, where their sum is the most; None: the last is that of any action."""
 
     activations: int
     whole: int = 0
+    transient: int | None = None
 
 
 class _Constant(NamedTuple):
@@ -70,13 +72,14 @@ class UnitBytes:
         self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
         self._returns: dict[tuple[int, int], int] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
-        other.units, other._averages, other._joined, other._keeps = tuple(units), {}, {}, {}
+        other.units, other._averages, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
         return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
@@ -168,8 +171,8 @@ class UnitBytes:
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
     ) -> dict[str, int]:
         """Return what depends on the batch of a rank's memory."""
-        costs, (activations, whole) = [self.kept(*stages[place], rows) for place in own], most
-        transient = max(max(cost[1:3]) for cost in costs)
+        costs, (activations, whole, on_top) = [self.kept(*stages[place], rows) for place in own], most
+        transient = max(max(cost[1:3]) for cost in costs) if on_top is None else on_top
         boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
         boundaries += sum(self._returned(stages[place][1], rows) for place in own)
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
@@ -409,6 +412,19 @@ class UnitBytes:
         """Return the bytes that a stage has of each microbatch in flight: what it keeps, and what it received from another rank."""
         kept, _, _, received = self.kept(first, after, rows)
         return kept + (received if first and self.execution.hold_messages else 0)
+
+    def halves(self, first: int, after: int, rows: int) -> HalvesBytes:
+        """Return the bytes of a microbatch of a stage whose backward runs in halves, with its messages: torch keeps the gradient of what
+        the stage sent, and that of what it received, until the second half."""
+        key = first, after, rows
+        if key not in self._halves:
+            found, messages = self.joined(rows).halves(first, after), self._returned(after, rows)
+            if self.execution.recompute == "full":
+                kept, forward, backward, _ = self.kept(*key)
+                found = HalvesBytes(kept, (max(forward, backward), backward, backward))
+            messages += self._returned(first, rows) if first else 0
+            self._halves[key] = found._replace(left=found.left + messages)
+        return self._halves[key]
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
         """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""

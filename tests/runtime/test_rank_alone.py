@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
@@ -192,3 +192,32 @@ def test_the_command_prints_a_rank_beside_its_prediction(tmp_path: Path, capsys:
     assert blocks and all(each["predicted_s"] > 0 for each in blocks)
     assert main(["run", str(folder), "--alone", "2"]) == 2
     assert "there is no rank 2: the program has the ranks 0 to 1" in capsys.readouterr().err
+
+
+class Block(nn.Module):
+    """Keeps as many bytes of gradients for the weights of its backward as of activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return made
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "ZBV"), (3, "InterleavedZeroBubble"), (2, "DualPipeV")])
+def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(16, 32), *(Block(32) for _ in range(8)))
+
+    program = gp.export(model, (torch.randint(16, (12, 64)),), loss_fn=lambda y: y.square().mean())
+    plan = gp.plan(program, mesh={"pp": pp}, schedule=schedule, microbatch_size=4, global_batch=48)
+    gp.partition(program, plan).save(tmp_path / "out")
+    for rank, said in enumerate(gp.estimate(program, plan, f"{pp}xCPU").memory):
+        with start(alone=(rank, pp)) as ranks, Memory(ranks.device) as memory:
+            with Pipeline(tmp_path / "out", ranks.device) as pipeline:
+                run(pipeline, Clock(ranks.device), memory)
+            del pipeline
+        assert 0.995 * memory.allocated <= said.allocated <= 1.05 * memory.allocated

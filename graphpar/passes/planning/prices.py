@@ -306,9 +306,9 @@ class CandidatePrices:
         """Return the bytes of the device of each pp rank, and what tables of runs count twice."""
         return [pricing.bytes.room(room) for room in pricing.rooms]
 
-    def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
-        """Return by how many bytes each rank exceeds a device; not positive where it fits."""
-        return [nbytes - room for nbytes, room in zip(pricing.totals(layout), pricing.rooms)]
+    def missing(self, pricing: Pricing, layout: Layout, *, halves: bool = True) -> list[int]:
+        """Return by how many bytes each rank exceeds a device; not positive where it fits. ``halves``: see :meth:`Pricing.totals`."""
+        return [nbytes - room for nbytes, room in zip(pricing.totals(layout, halves=halves), pricing.rooms)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""
