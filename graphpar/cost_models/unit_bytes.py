@@ -213,7 +213,8 @@ class UnitBytes:
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
-            stepping = run.divided(self._updated(held), 1) if run.foreach and not elsewhere_stepped else 0
+            stepping = 0 if elsewhere_stepped else self._stepping(units, held)
+            stepping -= min(stepping, self._buckets(self.held(mine), elsewhere))  # gradients are summed before
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
@@ -328,6 +329,31 @@ class UnitBytes:
     def optimizer_state(self, held: Iterable[Held]) -> int:
         """Return the bytes of the optimizer's state, wherever it lives."""
         return self.execution.divided(round(self._updated(held) * self.execution.optimizer.tensors), 1)
+
+    def _stepping(self, units: Sequence[Unit], held: Sequence[Held]) -> int:
+        """Return the bytes that the optimizer's step of ``held``, the parameters of ``units``, takes on top: Adam on a CPU makes two
+        tensors of the size of a parameter, while it has one of that before it. Copies of a tied one follow each other."""
+        run, updated = self.execution, self._updated(held)
+        if not run.one_by_one:
+            return run.divided(updated, 1) if run.foreach else 0
+
+        def in_pieces(elements: int, part: Held) -> int:
+            nbytes = elements * self.main_bytes(part)
+            return min(nbytes, run.divided(updated, 1)) if run.zero == 1 else run.divided(nbytes, 2)
+
+        tied = [part for part, count in Counter(part for part in held if part.tied).items() if count > 1]
+        most, before = max((3 * in_pieces(part.elements, part) for part in tied if part.trained), default=0), 0
+        for unit in units:
+            sizes = [
+                in_pieces(elements, part)
+                for part in unit.held
+                if part.trained
+                for largest in [part.largest or part.elements]
+                for elements in (largest, min(largest, part.elements - largest))
+            ]
+            first, second = sorted([0, 0, *sizes])[:-3:-1]
+            most, before = max(most, 2 * first + max(before, second)), first
+        return most
 
     def _updated(self, held: Iterable[Held]) -> int:
         """Return the bytes of what optimizers of the ranks that share state update together."""

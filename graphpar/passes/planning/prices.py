@@ -365,6 +365,7 @@ def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster, 
         compiled=bool(given.compile),
         communicator_bytes=cluster.device.communicator_bytes or 0,
         foreach=cluster.device.kind == "cuda" and program.optimizer.name not in FUSED,
+        one_by_one=cluster.device.kind == "cpu",
     )
 
 
