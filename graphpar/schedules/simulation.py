@@ -312,7 +312,11 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
     order = table if isinstance(table, Order) else order_of(table)
     whole = [1] * order.stages if sizes is None else list(sizes)
     _check_costs("saved", whole, order.stages)
-    return tuple(max(kept for kept, _ in fullest) for fullest in most_of(order, whole, whole))
+    twice, found = np.array([whole, whole]), []
+    for stages, *kinds in _fullest(order, False):
+        own = twice[:, stages].ravel()
+        found.append(max((int((rows @ own).max()) for rows in kinds if len(rows)), default=0))
+    return tuple(found)
 
 
 class Fullest(NamedTuple):
@@ -344,7 +348,10 @@ def most_of(
     for stages, *kinds in _fullest(order, whole):
         own, most = sizes[:, stages], []
         for rows in kinds:
-            best = rows[int((rows @ own.ravel()).argmax())].reshape(own.shape) if len(rows) else np.zeros_like(own)
+            if not len(rows):
+                most.append((0, 0))
+                continue
+            best = rows[int((rows @ own.ravel()).argmax())].reshape(own.shape)
             parts = (best * own).sum(axis=1).tolist()
             most.append((sum(parts[:2]), sum(parts[2:])))
         found.append(Fullest(*most))
