@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +46,7 @@ from graphpar.runtime.generation.prompts import Sampling
 from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.stages.cast_once import Cast
 from graphpar.runtime.stages.modules import sendable
+from graphpar.runtime.stages.split_backward import splits_exactly
 
 if TYPE_CHECKING:
     from graphpar.ir.stage import Stage
@@ -70,6 +72,11 @@ class Reach:
         passed: the same without those that only relay what it received, which are not copied inside a stage.
         held: whether autograd keeps what is sent.
         forward, backward: needed on top of what is kept, while it runs.
+        splits: whether its backward can run in halves, for inputs and later for weights. Then these are there:
+        for_weights: gradients that the first half makes and keeps for the second.
+        outer: kept, too, of the gradients that it is given.
+        freed: of what the forward kept, by the first half.
+        input_half: needed on top of what is kept, with ``for_weights``; ``weight_half``: on top of what is left then.
     """
 
     inside: int
@@ -81,6 +88,12 @@ class Reach:
     held: bool
     forward: int
     backward: int
+    splits: bool = False
+    for_weights: int = 0
+    outer: int = 0
+    freed: int = 0
+    input_half: int = 0
+    weight_half: int = 0
 
 
 class Activations:
@@ -409,10 +422,62 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
         "forward": forward - kept,
         "backward": np.maximum(0, backward - kept),
     }
+    del live, runner, result, results, outputs, given
+    halves = _measure_halves(activations, stage, rows, at) if train else None
+    columns |= halves or {}
     return [
-        Reach(held=held, **{name: int(column[place]) for name, column in columns.items()})
+        Reach(held=held, splits=halves is not None, **{name: int(column[place]) for name, column in columns.items()})
         for place in range(len(nothing))
     ]
+
+
+def _measure_halves(
+    activations: Activations, stage: Stage, rows: int, at: Callable[[int], Array]
+) -> dict[str, Array] | None:
+    """Measure a backward in halves, as :func:`_measure_reach` does a whole one; None where torch can't split it, or a block recomputes."""
+    given = activations.given(stage, rows)
+    values = [activations.tensor(name) for name in attributes(activations.program, stage)]
+    trained: Any = list({id(value): value for value in values if value.requires_grad}.values())
+    received = [tensor for tensor in given if tensor.requires_grad]
+    again = (str(node.target) in activations.recomputed for node in stage.graph.nodes if node.op == "call_module")
+    if not received or any(again):
+        return None
+
+    def bytes_of(tensors: Iterable[Tensor]) -> dict[int, Array]:
+        return {storage_of(tensor): at(tensor.untyped_storage().nbytes()) for tensor in tensors}
+
+    for value in trained:
+        value.grad = torch.zeros_like(value)
+    live, nothing = Live(at), at(0)
+    with activations.mode.counted_by(live):
+        outputs = _outputs(stage, Forward(activations).run_graph(stage.graph, "", given), given)
+        _, kept = live.mark()
+        if not splits_exactly(outputs, received, trained):
+            return None
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        with unseen(live):
+            gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
+        try:
+            groups = stage_backward_input(roots, gradients, received, iter(trained))[1]
+        except RuntimeError:  # as in _backward: assume as many gradients as there are values
+            return {"for_weights": kept, "input_half": kept, "weight_half": kept}
+        for tensor in received:
+            tensor.grad = None
+        first, left = live.mark()
+        given_back = bytes_of(gradients or ())
+        own = bytes_of(each for group in groups for part in group["grads"] for each in part if each is not None)
+        made = sum((nbytes for key, nbytes in own.items() if key not in given_back), nothing)
+        stage_backward_weight(iter(trained), groups)
+        second, _ = live.mark()
+    for value in trained:
+        value.grad = None
+    return {
+        "for_weights": made,
+        "outer": sum((nbytes for key, nbytes in own.items() if key in given_back), nothing),
+        "freed": np.maximum(0, kept - (left - made)),
+        "input_half": np.maximum(0, first - kept),
+        "weight_half": np.maximum(0, second - left),
+    }
 
 
 def attributes(program: Program, stage: Stage) -> list[str]:

@@ -64,6 +64,7 @@ class Execution:
         communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
         cast_bytes: of memory, for each element of what a product in 8 bits takes, where the program's own rows of work have no casts.
         foreach: the optimizer has one more copy of what it updates during its step.
+        one_by_one: it updates one parameter after the other, with temporary tensors of the size of each.
     """
 
     optimizer: OptimizerState = ADAMW
@@ -98,6 +99,7 @@ class Execution:
     communicator_bytes: int = 0
     cast_bytes: float = 4.0
     foreach: bool = False
+    one_by_one: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in range(4):

@@ -59,6 +59,7 @@ def _moved(memory: UnitMemory) -> UnitMemory:
         held=False,
         forward=memory.forward + kept + kept,
         backward=memory.backward + kept + kept,
+        splits=False,
         moved=kept,
     )
 

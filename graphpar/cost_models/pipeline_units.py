@@ -59,6 +59,12 @@ class UnitMemory:
     held: bool
     forward: Bytes
     backward: Bytes
+    splits: bool = False
+    for_weights: Bytes = Bytes()
+    outer: Bytes = Bytes()
+    freed: Bytes = Bytes()
+    input_half: Bytes = Bytes()
+    weight_half: Bytes = Bytes()
     moved: Bytes = Bytes()
     """Kept in the memory of the host instead, see :mod:`graphpar.cost_models.offloaded_units`."""
 
@@ -106,6 +112,12 @@ class UnitBytesAt(NamedTuple):
     held: bool
     forward: int
     backward: int
+    splits: bool = False
+    for_weights: int = 0
+    outer: int = 0
+    freed: int = 0
+    input_half: int = 0
+    weight_half: int = 0
     moved: int = 0
 
 
@@ -162,8 +174,8 @@ class UnitClass:
     def bytes_at(self, rows: int) -> UnitBytesAt:
         """Return the memory for microbatches of ``rows``."""
         if rows not in self._at:
-            lines = {name: getattr(self.memory, name).at(rows) for name in UnitBytesAt._fields if name != "held"}
-            self._at[rows] = UnitBytesAt(held=self.memory.held, **lines)
+            values = (getattr(self.memory, name) for name in UnitBytesAt._fields)
+            self._at[rows] = UnitBytesAt._make(each.at(rows) if isinstance(each, Bytes) else each for each in values)
         return self._at[rows]
 
 
@@ -199,6 +211,14 @@ class StageBytes(NamedTuple):
     backward: int
     sent: int
     received: int
+
+
+class HalvesBytes(NamedTuple):
+    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, never fewer than are kept;
+    and what is needed on top while a forward or a whole backward runs, the first half, and the second."""
+
+    left: int
+    on_top: tuple[int, int, int]
 
 
 class JoinedUnits:
@@ -239,3 +259,17 @@ class JoinedUnits:
             sent=sent,
             received=self.at[first].received,
         )
+
+    def halves(self, first: int, after: int) -> HalvesBytes:
+        """Return the bytes of these units where the backward runs in halves; where torch can't split it, the first does all, but in the
+        first stage the second."""
+        stage, units = self.stage(first, after), self.at[first:after]
+        whole = max(stage.forward, stage.backward)
+        if not first or not all(unit.splits for unit in units):
+            return HalvesBytes(stage.kept, (whole, stage.backward, stage.backward))
+        *others, last = units
+        inputs, more = max(stage.backward, last.input_half), last.for_weights - last.freed
+        for unit in reversed(others):
+            inputs = max(inputs, more + unit.outer + unit.input_half)
+            more += unit.outer + unit.for_weights
+        return HalvesBytes(stage.kept + max(0, more), (whole, inputs, max(unit.weight_half for unit in units)))

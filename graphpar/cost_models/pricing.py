@@ -48,8 +48,8 @@ from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import order_of
 from graphpar.schedules.simulation import (
     Timeline,
+    most_of,
     peak_in_flight,
-    peaks_with_state,
 )
 
 Array = NDArray[np.float64]
@@ -509,10 +509,11 @@ class Pricing(LayoutOrders):
 
     # ---- bytes ----
 
-    def totals(self, layout: Layout) -> list[int]:
-        """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step."""
+    def totals(self, layout: Layout, *, halves: bool = True) -> list[int]:
+        """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step; without ``halves`` fewer: where a
+        backward runs in halves, a microbatch counts as what its forward keeps."""
         stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
-        own, peaks = self.places(layout), self._most(layout, stages, exact=False)
+        own, peaks = self.places(layout), self._most(layout, stages, exact=False, halves=halves)
         return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
 
     def _memories(
@@ -534,20 +535,34 @@ class Pricing(LayoutOrders):
         peaks = self._most_kept(layout, moved, exact)
         return tuple(replace(self.bytes.on_host(own), activations=peak) for own, peak in zip(held, peaks))
 
-    def _most(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[Most]:
+    def _most(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool, *, halves: bool = True
+    ) -> list[Most]:
         """Return the most bytes that each pp rank has of what comes and goes."""
-        saved = self.kept_by(layout, stages)
-        gathered, gradients = zip(*(self.bytes.whole([stage]) for stage in stages))
-        whole = sum(gathered + gradients)
-        if not whole or (self.mesh.pp == 1 and layout.order is None):
+        saved, rows = self.kept_by(layout, stages), layout.microbatch_size
+        state = list(zip(*(self.bytes.whole([stage]) for stage in stages)))
+        whole = sum(map(sum, state))
+        apart = halves and self._runs_apart(layout)
+        if (not whole and not apart) or (self.mesh.pp == 1 and layout.order is None):
             return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
+        parts = [self.bytes.halves(*stage, rows) for stage in stages] if apart else []
+        kept = (self.bytes.kept(*stage, rows)[0] for stage in stages)
+        left = [own + part.left - each for own, part, each in zip(saved, parts, kept)] if apart else saved
 
         def peaks(microbatches: int) -> list[int]:
             order = self._ordered(layout, len(saved), microbatches)
-            return list(itertools.chain(*peaks_with_state(order, saved, gathered, gradients)))
+            found = most_of(order, saved, left, *(state if whole else ()))
+            return [each for fullest in found for action in fullest for each in action]
 
         found = list(map(int, self._peaks(layout, peaks, exact=exact)))
-        return list(map(Most, found[::2], found[1::2]))
+        most = []
+        for place, own in enumerate(self.places(layout)):
+            on_top = map(max, zip(*(parts[stage].on_top for stage in own))) if apart else (None, None, None)
+            each = [
+                Most(found[2 * at], found[2 * at + 1], top) for at, top in zip(range(3 * place, 3 * place + 3), on_top)
+            ]
+            most.append(max(each, key=lambda peak: peak.activations + peak.whole + (peak.transient or 0)))
+        return most
 
     def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
         """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory
-from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
+from graphpar.cost_models.pipeline_units import Bytes, HalvesBytes, Held, JoinedUnits, Unit
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
@@ -31,10 +31,12 @@ Array = NDArray[np.float64]
 
 
 class Most(NamedTuple):
-    """The bytes of activations that a rank keeps, and of whole parameters and gradients of sharded state, where their sum is the most."""
+    """The bytes of activations that a rank keeps, of whole parameters and gradients of sharded state, and of what the running action needs
+    on top, where their sum is the most; None: the last is that of any action."""
 
     activations: int
     whole: int = 0
+    transient: int | None = None
 
 
 class _Constant(NamedTuple):
@@ -70,13 +72,14 @@ class UnitBytes:
         self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
         self._returns: dict[tuple[int, int], int] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
-        other.units, other._averages, other._joined, other._keeps = tuple(units), {}, {}, {}
+        other.units, other._averages, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
         return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
@@ -172,8 +175,8 @@ class UnitBytes:
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
     ) -> dict[str, int]:
         """Return what depends on the batch of a rank's memory."""
-        costs, (activations, whole) = [self.kept(*stages[place], rows) for place in own], most
-        transient = max(max(cost[1:3]) for cost in costs)
+        costs, (activations, whole, on_top) = [self.kept(*stages[place], rows) for place in own], most
+        transient = max(max(cost[1:3]) for cost in costs) if on_top is None else on_top
         boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
         boundaries += sum(self._returned(stages[place][1], rows) for place in own)
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
@@ -213,7 +216,8 @@ class UnitBytes:
             if "optimizer" in run.offload:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
-            stepping = run.divided(self._updated(held), 1) if run.foreach and not elsewhere_stepped else 0
+            stepping = 0 if elsewhere_stepped else self._stepping(units, held)
+            stepping -= min(stepping, self._buckets(self.held(mine), elsewhere))  # gradients are summed before
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
@@ -329,6 +333,31 @@ class UnitBytes:
         """Return the bytes of the optimizer's state, wherever it lives."""
         return self.execution.divided(round(self._updated(held) * self.execution.optimizer.tensors), 1)
 
+    def _stepping(self, units: Sequence[Unit], held: Sequence[Held]) -> int:
+        """Return the bytes that the optimizer's step of ``held``, the parameters of ``units``, takes on top: Adam on a CPU makes two
+        tensors of the size of a parameter, while it has one of that before it. Copies of a tied one follow each other."""
+        run, updated = self.execution, self._updated(held)
+        if not run.one_by_one:
+            return run.divided(updated, 1) if run.foreach else 0
+
+        def in_pieces(elements: int, part: Held) -> int:
+            nbytes = elements * self.main_bytes(part)
+            return min(nbytes, run.divided(updated, 1)) if run.zero == 1 else run.divided(nbytes, 2)
+
+        tied = [part for part, count in Counter(part for part in held if part.tied).items() if count > 1]
+        most, before = max((3 * in_pieces(part.elements, part) for part in tied if part.trained), default=0), 0
+        for unit in units:
+            sizes = [
+                in_pieces(elements, part)
+                for part in unit.held
+                if part.trained
+                for largest in [part.largest or part.elements]
+                for elements in (largest, min(largest, part.elements - largest))
+            ]
+            first, second = sorted([0, 0, *sizes])[:-3:-1]
+            most, before = max(most, 2 * first + max(before, second)), first
+        return most
+
     def _updated(self, held: Iterable[Held]) -> int:
         """Return the bytes of what optimizers of the ranks that share state update together."""
         return sum(part.elements * self.main_bytes(part) for part in held if part.trained)
@@ -412,6 +441,19 @@ class UnitBytes:
         """Return the bytes that a stage has of each microbatch in flight: what it keeps, and what it received from another rank."""
         kept, _, _, received = self.kept(first, after, rows)
         return kept + (received if first and self.execution.hold_messages else 0)
+
+    def halves(self, first: int, after: int, rows: int) -> HalvesBytes:
+        """Return the bytes of a microbatch of a stage whose backward runs in halves, with its messages: torch keeps the gradient of what
+        the stage sent, and that of what it received, until the second half."""
+        key = first, after, rows
+        if key not in self._halves:
+            found, messages = self.joined(rows).halves(first, after), self._returned(after, rows)
+            if self.execution.recompute == "full":
+                kept, forward, backward, _ = self.kept(*key)
+                found = HalvesBytes(kept, (max(forward, backward), backward, backward))
+            messages += self._returned(first, rows) if first else 0
+            self._halves[key] = found._replace(left=found.left + messages)
+        return self._halves[key]
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
         """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""

@@ -309,7 +309,7 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     line = {
         name: Bytes.through(getattr(first, name), getattr(more[-1], name)) if more else Bytes(getattr(first, name))
         for name in Reach.__dataclass_fields__
-        if name != "held"
+        if name not in ("held", "splits")
     }
     if program.mode != TRAIN:  # nothing is kept but what the running unit received, and that while it runs
         line["forward"] = (
@@ -318,7 +318,7 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
             else (Bytes(first.forward + first.received))
         )
         line["received"] = Bytes(0.0)
-    return UnitMemory(held=first.held, **line)  # type: ignore[arg-type]
+    return UnitMemory(held=first.held, splits=first.splits, **line)  # type: ignore[arg-type]
 
 
 def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:

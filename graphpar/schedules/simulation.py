@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,26 +312,49 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
     order = table if isinstance(table, Order) else order_of(table)
     whole = [1] * order.stages if sizes is None else list(sizes)
     _check_costs("saved", whole, order.stages)
-    saved = np.array(whole)
-    return tuple(int((counts @ saved[stages]).max(initial=0)) for stages, counts in _fullest(order))
+    twice, found = np.array([whole, whole]), []
+    for stages, *kinds in _fullest(order, False):
+        own = twice[:, stages].ravel()
+        found.append(max((int((rows @ own).max()) for rows in kinds if len(rows)), default=0))
+    return tuple(found)
 
 
-def peaks_with_state(
-    order: Order, saved: Sequence[int], gathered: Sequence[int], gradients: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Compute for each rank (activations, sharded state that is whole) where their sum is the most, in bytes.
+class Fullest(NamedTuple):
+    """(activations, sharded state that is whole) of a rank where their sum is the most, in bytes: while whole forwards and backwards run,
+    input halves of backwards, and weight halves."""
+
+    whole: tuple[int, int]
+    inputs: tuple[int, int]
+    weights: tuple[int, int]
+
+
+def most_of(
+    order: Order,
+    saved: Sequence[int],
+    left: Sequence[int],
+    gathered: Sequence[int] = (),
+    gradients: Sequence[int] = (),
+) -> tuple[Fullest, ...]:
+    """Compute for each rank the most bytes that it has at the same time.
 
     Args:
-        saved: of a microbatch of each stage, as for :func:`peak_in_flight`.
+        saved: of a microbatch of each stage, until its backward or the input half of it ends.
+        left: of one whose weight half is to come.
         gathered: the parameters of each stage, which are there from its first action to its last.
         gradients: those of each stage, which are there from its first backward until they are reduced after its last.
     """
-    sizes, found = np.array([saved, gathered, gradients]), []
-    for stages, rows in _fullest_with_state(order):
-        own = sizes[:, stages]
-        most = rows[int((rows @ own.ravel()).argmax())].reshape(own.shape)
-        kept, *whole = (most * own).sum(axis=1).tolist()
-        found.append((kept, sum(whole)))
+    whole = len(gathered) > 0
+    sizes, found = np.array([saved, left, *([gathered, gradients] if whole else [])]), []
+    for stages, *kinds in _fullest(order, whole):
+        own, most = sizes[:, stages], []
+        for rows in kinds:
+            if not len(rows):
+                most.append((0, 0))
+                continue
+            best = rows[int((rows @ own.ravel()).argmax())].reshape(own.shape)
+            parts = (best * own).sum(axis=1).tolist()
+            most.append((sum(parts[:2]), sum(parts[2:])))
+        found.append(Fullest(*most))
     return tuple(found)
 
 
@@ -339,32 +362,19 @@ def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
     """Compute for each stage the most microbatches that it keeps at the same time; split backwards hold theirs until W."""
     order = table if isinstance(table, Order) else order_of(table)
     most = [0] * order.stages
-    for stages, counts in _fullest(order):
-        for stage, count in zip(stages.tolist(), counts.max(axis=0, initial=0).tolist()):
-            most[stage] = count
+    for stages, *kinds in _fullest(order, False):
+        for rows in kinds:
+            counts = rows.reshape(-1, 2, len(stages)).sum(axis=1).max(axis=0, initial=0)
+            for stage, count in zip(stages.tolist(), counts.tolist()):
+                most[stage] = max(most[stage], count)
     return tuple(most)
 
 
-@lru_cache(maxsize=512)
-def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
-    """Return for each rank its stages, and how many microbatches of each it keeps whenever the next action frees some, [time, stage],
-    but where at another time it keeps no less of any."""
-    found = []
-    for nodes in order.actions_of:
-        kind, stage = np.divmod(order.price[nodes], order.stages)
-        stages, place = np.unique(stage, return_inverse=True)
-        change = _KEEPS[kind]
-        changes = np.zeros((len(nodes), len(stages)), dtype=np.int64)
-        changes[np.arange(len(nodes)), place] = change
-        frees = np.append(change[1:], -1) < 0
-        found.append((stages, _most_rows(changes.cumsum(axis=0)[frees[: len(nodes)]])))
-    return tuple(found)
-
-
-@lru_cache(maxsize=512)
-def _fullest_with_state(order: Order) -> tuple[tuple[Array, Array], ...]:
-    """Return for each rank its stages and, whenever an action frees activations, while it runs, [time, 3 x stage]: how many microbatches
-    the rank keeps, whether parameters are gathered, and whether there are gradients that are not reduced; see :func:`_fullest`."""
+@lru_cache(maxsize=1024)
+def _fullest(order: Order, whole: bool) -> tuple[tuple[Array, ...], ...]:
+    """Return for each rank its stages and, while actions run, [time, 2 x stage]: how many microbatches of each it keeps, and how many wait
+    for the weight half of their backward; with ``whole`` [time, 4 x stage], also whether parameters are gathered, and whether there are
+    gradients that are not reduced. Those of :class:`Fullest` are apart; no row that another one reaches is there."""
     found = []
     for nodes in order.actions_of:
         kind, stage = np.divmod(order.price[nodes], order.stages)
@@ -372,12 +382,14 @@ def _fullest_with_state(order: Order) -> tuple[tuple[Array, Array], ...]:
         kind, (stages, place) = kind[computes], np.unique(stage[computes], return_inverse=True)
         one = np.zeros((len(kind), len(stages)), dtype=np.int64)
         one[np.arange(len(kind)), place] = 1
-        running = np.flatnonzero(_KEEPS[kind] < 0)
-        begun, left = one.cumsum(axis=0) > 0, one[::-1].cumsum(axis=0)[::-1] > 0
-        summing = (one * (kind > 0)[:, None]).cumsum(axis=0) > 0
-        counts = (one * _KEEPS[kind][:, None]).cumsum(axis=0)
-        rows = np.hstack([counts[running - 1], (begun & left)[running], (summing & left)[running]])
-        found.append((stages, _most_rows(rows)))
+        counts = [(one * change[kind][:, None]).cumsum(axis=0) for change in (_KEEPS, _WAITS)]
+        running = np.arange(len(kind)) - (kind > 0)  # what backwards free is there while they run
+        columns = [each[running] for each in counts]
+        if whole:
+            begun, left = one.cumsum(axis=0) > 0, one[::-1].cumsum(axis=0)[::-1] > 0
+            columns += [begun & left, (one * (kind > 0)[:, None]).cumsum(axis=0).astype(bool) & left]
+        rows, apart = np.hstack(columns), np.maximum(kind, 1)  # F is as B
+        found.append((stages, *(_most_rows(rows[apart == COMPUTATIONS.index(each)]) for each in ("B", "I", "W"))))
     return tuple(found)
 
 
@@ -391,7 +403,7 @@ def _most_rows(rows: Array) -> Array:
     return np.unique(most, axis=0)
 
 
-_KEEPS = np.array([1, -1, 0, -1, *([0] * len(STATE))])  # of F, B, I and W, and of actions on state
+_KEEPS, _WAITS = np.array([1, -1, -1, 0]), np.array([0, 0, 1, -1])  # of F, B, I and W
 
 
 def kept_before_backward(table: ActionTable) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from graphpar.errors import GraphparError
 from graphpar.passes.planning.prices import table_of
 from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.schedules.order import order_of
-from graphpar.schedules.simulation import peaks_with_state
+from graphpar.schedules.simulation import most_of
 from graphpar.verification import reference_for, verify_all
 from graphpar.verification.type_check import check_folder
 from tests.end_to_end.test_zero import _exact, _partitioned
@@ -403,7 +403,7 @@ def test_what_is_whole_of_sharded_state_is_what_memory_says(
     order, nothing = order_of(table_of(parts.plan)), [0] * len(held)
     gathered, gradients = (list(each) for each in zip(*held))
     said = [
-        [whole for _, whole in peaks_with_state(order, nothing, *each)]
+        [fullest.whole[1] for fullest in most_of(order, nothing, nothing, *each)]
         for each in ((gathered, nothing), (nothing, gradients))
     ]
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

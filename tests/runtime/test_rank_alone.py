@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
@@ -192,3 +192,63 @@ def test_the_command_prints_a_rank_beside_its_prediction(tmp_path: Path, capsys:
     assert blocks and all(each["predicted_s"] > 0 for each in blocks)
     assert main(["run", str(folder), "--alone", "2"]) == 2
     assert "there is no rank 2: the program has the ranks 0 to 1" in capsys.readouterr().err
+
+
+class Block(nn.Module):
+    """Keeps as many bytes of gradients for the weights of its backward as of activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return made
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "ZBV"), (3, "InterleavedZeroBubble"), (2, "DualPipeV")])
+def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(16, 32), *(Block(32) for _ in range(8)))
+
+    program = gp.export(model, (torch.randint(16, (12, 64)),), loss_fn=lambda y: y.square().mean())
+    plan = gp.plan(program, mesh={"pp": pp}, schedule=schedule, microbatch_size=4, global_batch=48)
+    gp.partition(program, plan).save(tmp_path / "out")
+    for rank, said in enumerate(gp.estimate(program, plan, f"{pp}xCPU").memory):
+        with start(alone=(rank, pp)) as ranks, Memory(ranks.device) as memory:
+            with Pipeline(tmp_path / "out", ranks.device) as pipeline:
+                run(pipeline, Clock(ranks.device), memory)
+            del pipeline
+        assert 0.995 * memory.allocated <= said.allocated <= 1.05 * memory.allocated
+
+
+@pytest.mark.costly
+def test_a_step_of_the_optimizer_takes_what_is_predicted(tmp_path: Path) -> None:
+    """Two temporary tensors of the size of the largest parameter, when all else that comes and goes is small; three of a tied one that two
+    stages have."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layers = nn.Embedding(4096, 16), nn.ModuleList(Block(16) for _ in range(4))
+            self.head = nn.Linear(16, 4096, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.table(x)
+            for layer in self.layers:
+                h = layer(h)
+            made: Tensor = self.head(h)
+            return made
+
+    program = gp.export(Model, (torch.randint(16, (4, 2)),), loss_fn=lambda y: y.square().mean())
+    for schedule in ("1F1B", "ZBV"):
+        plan = gp.plan(program, mesh={"pp": 2}, schedule=schedule, microbatch_size=1, global_batch=4)
+        gp.partition(program, plan).save(tmp_path / schedule)
+        said = gp.estimate(program, plan, "2xCPU").memory[0].allocated
+        with start(alone=(0, 2)) as ranks, Memory(ranks.device) as memory:
+            with Pipeline(tmp_path / schedule, ranks.device) as pipeline:
+                run(pipeline, Clock(ranks.device), memory)
+            del pipeline
+        assert 0.99 * memory.allocated <= said <= 1.06 * memory.allocated

@@ -22,7 +22,17 @@ from graphpar.passes.planning.search import Planner
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.option_kinds import AUTO, Recompute
 from graphpar.runtime.schedule_records import SCHEDULES
-from tests.tools.plan_prices import StepPrices, arriving, in_all, kept_bytes, most_kept, on_top_bytes
+from tests.tools.plan_prices import (
+    Halves,
+    StepPrices,
+    arriving,
+    halves_bytes,
+    in_all,
+    kept_bytes,
+    most_kept,
+    on_top_bytes,
+    returned,
+)
 
 KINDS = (
     "none",
@@ -80,6 +90,7 @@ class Choice:
     splits: bool
     kept: int
     on_top: int
+    halves: Halves
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,8 @@ class EveryPlan:
         """What the units of a stage may recompute, without choices that are no better than another one in anything."""
         own = [self.units(way, kind) for kind in range(len(self.kinds))]
         units = [kind[first:after] for kind in own if kind is not None]
-        key = tuple(id(unit.kind) for kind in units for unit in kind), way.mesh, way.rows, first == 0
+        apart = way.mesh.pp > 1 and SCHEDULES[way.schedule].splits_backward
+        key = tuple(id(unit.kind) for kind in units for unit in kind), way.mesh, way.rows, first == 0, apart
         if key not in self._choices:
             prices, able = self.prices(way), []
             for place in range(after - first):
@@ -254,7 +266,8 @@ class EveryPlan:
                     kept_bytes(mixed, way.rows),
                     on_top_bytes(mixed, way.rows),
                 )
-                found.append(Choice(kinds, more, splits, kept, top))
+                halves = halves_bytes(mixed, way.rows, first == 0, apart)
+                found.append(Choice(kinds, more, splits, kept, top, halves))
             self._choices[key] = _not_worse(found)
         return self._choices[key]
 
@@ -284,8 +297,13 @@ class EveryPlan:
             able = []
             for chosen in itertools.product(*(self.choices(way, *runs[place]) for place in own)):
                 kept = {place: each.kept + messages[place] for place, each in zip(own, chosen)}
-                most, gathered = most_kept(kept, row, whole)
-                nbytes = in_all(fixed, beside + gathered, most, max(*(each.on_top for each in chosen), end - most))
+                halves = {place: each.halves for place, each in zip(own, chosen)}
+                left = {
+                    place: each.halves.left + messages[place] + returned(plain, place, way.rows)
+                    for place, each in zip(own, chosen)
+                }
+                most, gathered, on_top = most_kept(kept, left, halves, row, whole)
+                nbytes = in_all(fixed, beside + gathered, most, max(on_top, end - most))
                 if nbytes <= room:
                     able.append((nbytes, dict(zip(own, chosen))))
             options.append(_fastest(able))
@@ -322,8 +340,11 @@ def _runs_of(starts: Starts, units: Sequence[Unit]) -> list[tuple[int, int]]:
 def _not_worse(found: Sequence[Choice]) -> list[Choice]:
     """The choices than which no other is as good in seconds, bytes and in being split."""
     kept: list[Choice] = []
-    for each in sorted(found, key=lambda each: (each.more, each.kept, each.on_top, not each.splits)):
-        if not any(o.kept <= each.kept and o.on_top <= each.on_top and o.splits >= each.splits for o in kept):
+    for each in sorted(found, key=lambda each: (each.more, each.kept, each.on_top, each.halves, not each.splits)):
+        sizes = each.kept, each.on_top, *each.halves
+        if not any(
+            o.splits >= each.splits and all(a <= b for a, b in zip((o.kept, o.on_top, *o.halves), sizes)) for o in kept
+        ):
             kept.append(each)
     return kept
 

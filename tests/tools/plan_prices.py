@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute
@@ -298,8 +299,17 @@ class StepPrices:
             fixed, beside, end = self.fixed_bytes(stages, own, rows, microbatches)
             local = {place for place in own if place - 1 in own}
             kept = {place: in_flight_bytes(stages, place, rows, local) for place in own}
-            most, whole = most_kept(kept, row, self.whole_bytes(stages, own))
-            on_top = max(*(on_top_bytes(stages[place], rows) for place in own), end - most)
+            apart = any(action.kind == "W" for cell in row for action in cell)
+            halves = {place: halves_bytes(stages[place], rows, place == 0, apart) for place in own}
+            left = {
+                place: kept[place]
+                - kept_bytes(stages[place], rows)
+                + halves[place].left
+                + returned(stages, place, rows)
+                for place in own
+            }
+            most, whole, on_top = most_kept(kept, left, halves, row, self.whole_bytes(stages, own))
+            on_top = max(on_top, end - most)
             found.append(in_all(fixed, beside + whole, most, on_top))
         return found
 
@@ -403,24 +413,66 @@ def on_top_bytes(units: Units, rows: int) -> int:
     return max(max(unit.kind.memory.forward.at(rows), unit.kind.memory.backward.at(rows)) for unit in units)
 
 
+class Halves(NamedTuple):
+    """What a microbatch keeps for the second half of its backward, and what actions need on top: by their kind."""
+
+    left: int
+    whole: int
+    first: int
+    second: int
+
+    def on_top(self, kind: str) -> int:
+        return {"I": self.first, "W": self.second}.get(kind, self.whole)
+
+
+def halves_bytes(units: Units, rows: int, first: bool, apart: bool) -> Halves:
+    """Of a stage of ``units``, the ``first`` or another; ``apart``: its backward runs in halves, if it can."""
+    kept, on_top, own = kept_bytes(units, rows), on_top_bytes(units, rows), [unit.kind.memory for unit in units]
+    backward = first_half = max(each.backward.at(rows) for each in own)
+    if not apart or first or not all(each.splits for each in own):
+        return Halves(kept, on_top, backward, backward)
+    within = [each.outer.at(rows) for each in own[:-1]] + [0]  # a stage is given the gradient of what it sends
+    made, less = [each.for_weights.at(rows) for each in own], own[-1].freed.at(rows)
+    for place, each in enumerate(own):
+        before = sum(made[place + 1 :]) + sum(within[place:]) - (less if place + 1 < len(own) else 0)
+        first_half = max(first_half, before + each.input_half.at(rows))
+    return Halves(
+        kept + max(0, sum(made + within) - less), on_top, first_half, max(each.weight_half.at(rows) for each in own)
+    )
+
+
+def returned(stages: Sequence[Units], place: int, rows: int) -> int:
+    """The gradients of what a stage received, and of what it sent."""
+    return sum(_coming_back(stages, each, rows) for each in (place - 1, place) if each >= 0)
+
+
 def in_flight_bytes(stages: Sequence[Units], place: int, rows: int, local: Collection[int] = ()) -> int:
     """What a microbatch in flight takes in a stage: what is kept, and what it received, if that is no tensor of the same rank."""
     return kept_bytes(stages[place], rows) + (0 if place in local else arriving(stages, place, rows))
 
 
-def most_kept(kept: Mapping[int, int], row: Row, whole: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """The most bytes at one time on a rank that runs ``row``: ``kept`` by microbatches of its stages, and ``whole`` state."""
+def most_kept(
+    kept: Mapping[int, int],
+    left: Mapping[int, int],
+    halves: Mapping[int, Halves],
+    row: Row,
+    whole: Mapping[int, tuple[int, int]],
+) -> tuple[int, int, int]:
+    """The most bytes at one time on a rank that runs ``row``: ``kept`` by microbatches of its stages, or ``left`` for second halves of
+    backwards; ``whole`` state; and what the running action needs on top."""
     actions = [action for cell in row for action in cell]
-    most, alive = (0, 0), dict.fromkeys(kept, 0)
+    most, alive, waiting = (0, 0, 0), dict.fromkeys(kept, 0), dict.fromkeys(kept, 0)
     for number, action in enumerate(actions):
         ahead, behind = actions[number:], actions[: number + 1]
         gathered = [s for s in kept if any(a.stage == s for a in ahead) and any(a.stage == s for a in behind)]
         summing = [s for s in gathered if any(a.stage == s and a.kind != "F" for a in behind)]
         alive[action.stage] += action.kind == "F"
-        now = sum(alive[s] * kept[s] for s in kept)
+        now = sum(alive[s] * kept[s] + waiting[s] * left[s] for s in kept)
         beside = sum(whole[s][0] for s in gathered) + sum(whole[s][1] for s in summing)
-        most = max(most, (now, beside), key=sum)
-        alive[action.stage] -= action.kind in ("B", "W")
+        on_top = max(each.on_top(action.kind) for each in halves.values())
+        most = max(most, (now, beside, on_top), key=sum)
+        alive[action.stage] -= action.kind in ("B", "I")
+        waiting[action.stage] += (action.kind == "I") - (action.kind == "W")
     return most
 
 

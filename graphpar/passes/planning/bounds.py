@@ -130,7 +130,8 @@ class StepBounds:
             within = self.prices.balancer(candidate).within(alive, rooms)
             return count * within[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
-        missing = self.prices.missing(pricing, layout)
+        # Stages that recompute keep nothing for halves of backwards, so that is not saved by units.
+        missing = self.prices.missing(pricing, layout, halves=False)
         if max(missing) <= 0:
             return candidate.bound
         own = self.prices.alive_by_rank(candidate, pricing, layout)

@@ -306,9 +306,9 @@ class CandidatePrices:
         """Return the bytes of the device of each pp rank, and what tables of runs count twice."""
         return [pricing.bytes.room(room) for room in pricing.rooms]
 
-    def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
-        """Return by how many bytes each rank exceeds a device; not positive where it fits."""
-        return [nbytes - room for nbytes, room in zip(pricing.totals(layout), pricing.rooms)]
+    def missing(self, pricing: Pricing, layout: Layout, *, halves: bool = True) -> list[int]:
+        """Return by how many bytes each rank exceeds a device; not positive where it fits. ``halves``: see :meth:`Pricing.totals`."""
+        return [nbytes - room for nbytes, room in zip(pricing.totals(layout, halves=halves), pricing.rooms)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""
@@ -365,6 +365,7 @@ def execution_of(program: Program, given: Decisions, pp: int, cluster: Cluster, 
         compiled=bool(given.compile),
         communicator_bytes=cluster.device.communicator_bytes or 0,
         foreach=cluster.device.kind == "cuda" and program.optimizer.name not in FUSED,
+        one_by_one=cluster.device.kind == "cpu",
     )
 
 
