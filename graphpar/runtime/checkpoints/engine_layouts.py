@@ -368,8 +368,8 @@ class EngineTensors:
         missing = [name for name in self._tensors if name not in known]
         if missing:
             raise RuntimeProgramError(
-                f"the mapping {self.mapping} makes no {listed(missing)} of what is sent: no rule of that name finds all of its tensors; leave "
-                "out tensors that are no weights of the model"
+                f"the mapping {self.mapping} makes no {listed(missing)} of what is sent: no rule of that name finds all of its tensors; "
+                "leave out tensors that are no weights of the model"
             )
         self._check_apart({name: known[name] for name in self._tensors}, offered)
         for name, tensor in self._tensors.items():
