@@ -205,7 +205,7 @@ class UnitBytes:
         if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
             held = self.copies(mine)
-            buckets = self._buckets(self.held(mine), self.tied_beyond(mine))
+            buckets = summed = self._buckets(self.held(mine), self.tied_beyond(mine))
             if run.zero == 3 and not self._gathered_for_step:
                 together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
                 buckets += max(map(self._while_gathered, together), default=0)
@@ -217,7 +217,7 @@ class UnitBytes:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
             stepping = 0 if elsewhere_stepped else self._stepping(units, held)
-            stepping -= min(stepping, self._buckets(self.held(mine), elsewhere))  # gradients are summed before
+            stepping -= min(stepping, summed)  # gradients are summed before
             self._constants[key] = _Constant(
                 memory,
                 memory.total,

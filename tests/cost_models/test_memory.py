@@ -494,7 +494,7 @@ def test_a_backward_frees_only_when_it_is_done() -> None:
     assert activation_peak(parse_table("0F0,0B0,0F1,0B1"), 0, costs, holds_messages=True) == (13, 5)
 
 
-def test_stages_of_one_rank_have_a_copy_each_of_a_tied_parameter() -> None:
+def test_stages_of_one_rank_have_a_tied_parameter_once() -> None:
     program = example("gpt")
     plan = gp.plan(program, "2xCPU", mesh={"pp": 2}, schedule="ZBV", global_batch=8, microbatch_size=2)
     parts = gp.partition(program, plan)
