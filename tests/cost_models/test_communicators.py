@@ -44,7 +44,7 @@ def test_a_gpu_holds_communicators_and_a_cpu_does_not() -> None:
 
 def test_an_optimizer_that_is_not_fused_needs_one_more_copy_while_it_steps() -> None:
     program = example("head_first")
-    plan, cluster = gp.plan(program, mesh={"dp_replicate": 2}), Cluster.parse("2xH100-SXM-80GB")
+    plan, cluster = gp.plan(program, mesh={"pp": 1}), Cluster.parse("1xH100-SXM-80GB")
     peaks = {}
     for name in ("AdamW", "Adagrad"):
         made = replace(program, optimizer=OptimizerState(name, 1.0))
