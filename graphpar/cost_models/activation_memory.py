@@ -72,6 +72,7 @@ class Reach:
         passed: the same without those that only relay what it received, which are not copied inside a stage.
         held: whether autograd keeps what is sent.
         forward, backward: needed on top of what is kept, while it runs.
+        growth: how much more than ``backward`` that is with the gradients of parameters that it has made so far, in their dtype.
         splits: whether its backward can run in halves, for inputs and later for weights. Then these are there:
         for_weights: gradients that the first half makes and keeps for the second.
         outer: kept, too, of the gradients that it is given.
@@ -88,6 +89,7 @@ class Reach:
     held: bool
     forward: int
     backward: int
+    growth: int = 0
     splits: bool = False
     for_weights: int = 0
     outer: int = 0
@@ -300,6 +302,20 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bo
     return True
 
 
+@contextlib.contextmanager
+def _hooked(parameters: Sequence[Tensor], live: Live) -> Iterator[None]:
+    """Let ``live`` count the gradients of parameters as soon as they are made."""
+    hooks = [
+        each.register_post_accumulate_grad_hook(lambda made: live.add_beyond(made.nbytes))  # as large as its gradient
+        for each in parameters
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class _Sharing(Forward):
     """Collects the storages of the values that every stage recomputes; calls ``note`` with what blocks keep by hooks of their own.
 
@@ -402,10 +418,13 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
             roots = [tensor for tensor in outputs if tensor.requires_grad]
             with unseen(live):
                 gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
-            backward_runs = _backward(roots, gradients)
+            trained = {id(value): value for value in map(activations.tensor, attributes(activations.program, stage))}
+            with _hooked([value for value in trained.values() if value.requires_grad], live):
+                backward_runs = _backward(roots, gradients)
+        grown = np.maximum(live.highest_beyond, live.now + live.beyond)
         backward, _ = live.mark()
         if train and not backward_runs:  # assume the forward's
-            backward = forward
+            backward = grown = forward
     for value in activations.state.values():
         value.grad = None
     new = total(nbytes for key, nbytes in sent.items() if key not in received)
@@ -421,6 +440,7 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
         "passed": new - total(nbytes for key, nbytes in sent.items() if key in copies and key not in received),
         "forward": forward - kept,
         "backward": np.maximum(0, backward - kept),
+        "growth": np.maximum(0, grown - np.maximum(backward, kept)),
     }
     del live, runner, result, results, outputs, given
     halves = _measure_halves(activations, stage, rows, at) if train else None

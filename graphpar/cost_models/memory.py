@@ -111,6 +111,7 @@ class Memory:
         activations: of the microbatches in flight, at the peak, with what stages received of them.
         transient: what the running forward or backward needs on top; for the loss its logits and their gradient. Or what the optimizer's
             step needs, where that is more than activations and this.
+        reduced: gradients when the last of a step are summed, in place of those at the peak.
         slack: overhead of the allocator: what it reserves beyond what is allocated.
         communicators: of NCCL, which no allocator of torch counts.
     """
@@ -129,6 +130,7 @@ class Memory:
     transient: int = 0
     slack: int = 0
     communicators: int = 0
+    reduced: int = 0
 
     def between_steps(self) -> Memory:
         """Return what stays from step to step, once gradients are dropped."""
@@ -153,7 +155,7 @@ class Memory:
 
     def after_backward(self) -> Memory:
         """Return what there is when the optimizer's step begins."""
-        return replace(self.between_steps(), gradients=self.gradients, inputs=self.inputs)
+        return replace(self.between_steps(), gradients=self.reduced, inputs=self.inputs)
 
     def _only(self, *parts: str) -> Memory:
         return Memory(**{part: getattr(self, part) for part in parts})
@@ -161,7 +163,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All bytes of the rank: what the allocator reserves, and the communicators."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(int(getattr(self, part.name)) for part in fields(self)) - self.reduced
 
     @property
     def allocated(self) -> int:

@@ -59,6 +59,7 @@ class UnitMemory:
     held: bool
     forward: Bytes
     backward: Bytes
+    growth: Bytes = Bytes()
     splits: bool = False
     for_weights: Bytes = Bytes()
     outer: Bytes = Bytes()
@@ -112,6 +113,7 @@ class UnitBytesAt(NamedTuple):
     held: bool
     forward: int
     backward: int
+    growth: int = 0
     splits: bool = False
     for_weights: int = 0
     outer: int = 0
@@ -246,6 +248,14 @@ class JoinedUnits:
     def moved(self, first: int, after: int) -> int:
         """Return the bytes that the units from ``first`` up to ``after``, exclusive, keep in the memory of the host."""
         return self._moved[after] - self._moved[first]
+
+    def freed(self, place: int, inputs_only: bool = False) -> int:
+        """Return the bytes that the backward of a unit frees where all are in one stage; ``inputs_only``: of what a unit receives."""
+        at, last = self.at[place], place + 1 == len(self.at)
+        after = at.sent if last else self.between[place] if at.held else 0
+        if inputs_only:
+            return (at.received if place else 0) + (at.sent if last else 0)
+        return at.inside + after + (self.between[place - 1] if place and not self.at[place - 1].held else 0)
 
     def stage(self, first: int, after: int) -> StageBytes:
         """Return the bytes of the units from ``first`` up to ``after``, exclusive."""

@@ -23,13 +23,14 @@ def storage_of(tensor: Tensor) -> int:
 class Live(TorchDispatchMode):
     """Counts the bytes of the storages that operators make, until they are freed.
 
-    ``at``: what to count for a storage of so many bytes, a number or an array; by default the bytes.
+    ``at``: what to count for a storage of so many bytes, a number or an array; by default the bytes. ``highest_beyond``: the highest count
+    with what :meth:`add_beyond` was told of.
     """
 
     def __init__(self, at: Callable[[int], Any] = int) -> None:
         super().__init__()
         self.at = at
-        self.now = self.highest = at(0)
+        self.now = self.highest = self.beyond = self.highest_beyond = at(0)
         self.known: set[int] = set()
         self.counting = True
 
@@ -52,15 +53,21 @@ class Live(TorchDispatchMode):
             self.known.add(key)
             self.now = self.now + nbytes
             self.highest = np.maximum(self.highest, self.now)
+            self.highest_beyond = np.maximum(self.highest_beyond, self.now + self.beyond)
             weakref.finalize(storage, self._freed, key, nbytes)
 
     def _freed(self, key: int, nbytes: Any) -> None:
         self.known.discard(key)
         self.now = self.now - nbytes
 
+    def add_beyond(self, nbytes: int) -> None:
+        """Count so many bytes from now on that no operator has made."""
+        self.beyond = self.beyond + self.at(nbytes)
+
     def mark(self) -> tuple[Any, Any]:
         """Return the highest count since the last mark, and the count now."""
         highest, self.highest = self.highest, self.now
+        self.highest_beyond = self.now + self.beyond
         return highest, self.now
 
 

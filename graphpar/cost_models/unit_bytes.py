@@ -21,7 +21,7 @@ from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory
 from graphpar.cost_models.pipeline_units import Bytes, HalvesBytes, Held, JoinedUnits, Unit
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES
@@ -40,16 +40,36 @@ class Most(NamedTuple):
 
 
 class _Constant(NamedTuple):
-    """What does not depend on the batch of a rank's memory, its total, buckets, the inputs that the rank takes, the cache of a microbatch,
-    what the optimizer's step needs, and gradients, see ``_gradients``."""
+    """What does not depend on the batch of a rank's memory.
+
+    Attributes:
+        memory: without the following; ``total``: its bytes.
+        gathered: of sharded parameters, as long as something runs.
+        inputs, cache: the inputs that the rank takes, the keys and values of a microbatch.
+        gradients: while microbatches are added up; ``reduced``: at the end of a step.
+        summed: what their sums need on top of ``gradients``, at most, for the gradients of the last microbatch.
+        ending: what the end of a step needs on top of ``reduced``.
+    """
 
     memory: Memory
     total: int
-    buckets: int
+    gathered: int
     inputs: tuple[Bytes, ...]
     cache: int
-    stepping: int
-    gradients: tuple[int, int, int]
+    gradients: int
+    reduced: int
+    summed: int
+    ending: int
+
+
+class _Walked(NamedTuple):
+    """The moment of an only stage at which the most is there: the bytes of its microbatch, of gradients, of parameters that are gathered,
+    and what is needed on top."""
+
+    kept: int
+    gradients: int
+    gathered: int
+    on_top: int
 
 
 class _Known(NamedTuple):
@@ -69,17 +89,19 @@ class UnitBytes:
         if self.units not in self._all_known:
             self._all_known[self.units] = _Known(_equal_runs(self.units), {}, {})
         self._runs, self._held, self._counts = self._all_known[self.units]
-        self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._averages: dict[tuple[int, bool, bool], tuple[int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
         self._returns: dict[tuple[int, int], int] = {}
+        self._walks: dict[tuple[int, bool], _Walked] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
         other.units, other._averages, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
+        other._walks = {}
         return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
@@ -169,7 +191,7 @@ class UnitBytes:
     ) -> int:
         """Return the bytes of :meth:`memory` together."""
         varying = self._varying(stages, own, rows, microbatches, most)
-        return self._constant(stages, own).total + sum(varying.values())
+        return self._constant(stages, own).total + sum(varying.values()) - varying["reduced"]
 
     def _varying(
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
@@ -183,12 +205,17 @@ class UnitBytes:
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         constant = self._constant(stages, own)
-        one, several, last = constant.gradients
-        gradients = one if microbatches == 1 else several
-        transient = max(transient, constant.stepping - activations - whole, last - gradients - activations)
-        buckets = constant.buckets + whole
+        gradients, buckets = constant.gradients, constant.gathered + whole
+        if len(stages) == 1 and self._trains and on_top is None:
+            kept, gradients, buckets, transient = self._walked(rows, microbatches == 1)
+            activations += kept - costs[0][0]
+        else:  # the last microbatch may be there still
+            transient = max(transient, constant.summed + max(cost[0] for cost in costs) - activations)
+        # What a rank keeps of a step is gone when it ends.
+        transient = max(transient, constant.reduced + constant.ending - gradients - activations - buckets)
         return {
             "gradients": gradients,
+            "reduced": constant.reduced,
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
             "cache": constant.cache * microbatches,
             "boundaries": boundaries,
@@ -204,12 +231,11 @@ class UnitBytes:
         key = self.alike(mine)
         if key not in self._constants:
             run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
-            held = self.copies(mine)
-            buckets = summed = self._buckets(self.held(mine), self.tied_beyond(mine))
+            held, gathered = self.copies(mine), 0
             if run.zero == 3 and not self._gathered_for_step:
-                together = [parts for first, after in mine for parts in parts_together(self.units[first:after])]
-                buckets += max(map(self._while_gathered, together), default=0)
-                buckets += run.gathered_bytes(part for part in held if part.rest)
+                parts = [each for first, after in mine for each in parts_together(self.units[first:after])]
+                gathered = max(map(self._while_gathered, parts), default=0)
+                gathered += run.gathered_bytes(part for part in held if part.rest)
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(self.state(held, 0), buffers=sum(buffers.values()), communicators=self.communicators)
@@ -217,17 +243,93 @@ class UnitBytes:
                 memory = replace(memory, optimizer=min(self.optimizer_state(held), AT_ONCE * self.piece_state(held)))
             elsewhere_stepped = run.shards_on_host or "optimizer" in run.offload
             stepping = 0 if elsewhere_stepped else self._stepping(units, held)
-            stepping -= min(stepping, summed)  # gradients are summed before
+            bucket, flat = self._bucket(self.held(mine), self.tied_beyond(mine)), self._flat(units)
+            gradients = self._shards_of_gradients(held)
+            reduced = self._shards_of_gradients(held, 1) if run.copies_gradients else gradients
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
-                buckets,
+                gathered,
                 tuple(inputs.values()),
                 sum(unit.cache for unit in units),
-                stepping,
-                self._gradients(units, held),
+                gradients,
+                reduced,
+                max(bucket, flat),
+                max(stepping, bucket, 2 * flat),
             )
         return self._constants[key]
+
+    def _flat(self, units: Sequence[Unit]) -> int:
+        """Return the bytes of the largest flat copy of a unit's gradients, of which ZeRO level 1 makes one after the other."""
+        run = self.execution
+        if run.zero != 1 or not run.copies_gradients:
+            return 0
+        each = Counter(unit.kind for unit in units)
+        alone = sum(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] == 1)  # are one unit
+        return max(alone, *(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] > 1), 0)
+
+    def _walked(self, rows: int, alone: bool) -> _Walked:
+        """Return the moment at which an only stage has the most in its last microbatch; ``alone``: it is the only one, so gradients come as
+        activations go.
+
+        Where gradients are sharded, those of units that are gathered together are whole until their backward has ended. Then they are
+        copied; the copy is there until the next ones are copied.
+        """
+        key = rows, alone
+        if key not in self._walks:
+            run, joined, after = self.execution, self.joined(rows), len(self.units)
+            every, kept = self._constant([(0, after)], [0]), self.kept(0, after, rows)[0]
+            made, flat, seen, most = 0, 0, set[str](), _Walked(kept, 0, 0, 0)
+            alone, sharded = alone and run.copies_gradients, run.copies_gradients and run.zero >= 2
+            for number, group in reversed([*enumerate(together(self.units))]):
+                there = made if alone else every.gradients
+                whole, copied = 0, 0  # of the group's gradients
+                for unit in reversed(group):
+                    after -= 1
+                    at = joined.at[after]
+                    own = [part for part in unit.held if part.trained and part.tied not in seen]
+                    seen |= {part.tied for part in own if part.tied is not None}
+                    gradients = self.gradient_sizes(own)
+                    backward = at.backward + (at.inside + at.shared if run.recompute == "full" else 0)
+                    if alone or sharded:
+                        backward += whole + flat + round(at.growth * gradients / max(1, self.parameter_sizes(own)))
+                    for way, on_top in ((1, at.forward), (-1, backward)):
+                        most = max(most, _Walked(kept, there, self._gathered_at(number, way, alone), on_top), key=sum)
+                    kept -= joined.freed(after, inputs_only=run.recompute == "full")
+                    whole, copied = whole + gradients, copied + self.reduced_sizes(own)
+                if sharded:
+                    summing = whole + copied
+                else:
+                    summing = min(every.summed, copied if run.zero else made + whole)
+                    summing += whole if alone and run.zero else 0
+                made += run.divided(whole, 1)
+                flat = copied - run.divided(copied, 1) if run.zero else 0
+                there, gathered = made if alone else every.gradients, self._gathered_at(number - 1, -1, alone)
+                most = max(most, _Walked(kept, there, gathered, summing), key=sum)
+            self._walks[key] = most
+        return self._walks[key]
+
+    def _gathered_at(self, number: int, way: int, last: bool) -> int:
+        """Return the bytes of sharded parameters that are gathered while the units that are gathered together as ``number`` run forward (1)
+        or backward (-1) in an only stage; ``last``: no microbatch comes after."""
+        gathered, run = self._gathered, self.execution
+        if self._gathered_for_step:
+            return sum(gathered[: number + 1]) if last and way < 0 else sum(gathered)
+        if run.zero < 3:
+            return 0
+        others = number + way * (run.gathered - 1)
+        first, after = sorted((number, others))
+        both = sum(gathered[max(0, first) : after + 1])
+        return both + run.gathered_bytes(part for unit in self.units for part in unit.held if part.rest)
+
+    @cached_property
+    def _gathered(self) -> list[int]:
+        """The bytes that units which are gathered together in an only stage take when they are; what is gathered with the stage counts with
+        its unit where that stays."""
+        groups = [[part for unit in group for part in unit.held] for group in together(self.units)]
+        if self._gathered_for_step:
+            return list(map(self.execution.gathered_bytes, groups))
+        return [self.execution.gathered_bytes(part for part in group if not part.rest) for group in groups]
 
     @property
     def _gathered_for_step(self) -> bool:
@@ -248,23 +350,8 @@ class UnitBytes:
         these from its first backward until they are reduced."""
         run, held = self.execution, self.held(stages)
         gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0
+        gradients -= min(gradients, self._shards_of_gradients(held))  # which are counted all the time
         return (run.gathered_bytes(held) if self._gathered_for_step else 0), gradients
-
-    def _gradients(self, units: Sequence[Unit], held: Sequence[Held]) -> tuple[int, int, int]:
-        """Return the bytes of a rank's gradients, where a step has one microbatch, where it has more, and when the last are summed.
-
-        At ZeRO level 1 these are summed a unit at a time, while two have flat copies of theirs, and ranks keep the sums of their pieces. In
-        the backward of an only microbatch that frees the others; what does not repeat is one unit, whose gradients are summed last.
-        """
-        run, whole = self.execution, self.gradient_sizes(held)
-        if run.zero != 1 or not run.copies_gradients:
-            return (self._shards_of_gradients(held),) * 2 + (0,)
-        each = Counter(unit.kind for unit in units)
-        largest = max((self.gradient_sizes(unit.held) for unit in units if each[unit.kind] > 1), default=0)
-        rest = sum(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] == 1)
-        several, sums = whole + largest, run.divided(whole, 1)
-        one = sums + min(rest + 3 * largest, several) if self.mesh.pp == 1 else several
-        return one, several, sums + 2 * min(rest, whole)
 
     def _shards_of_gradients(self, held: Sequence[Held], level: int = 2) -> int:
         """Return the bytes of a rank's gradients on the device, which are sharded from ZeRO ``level`` on."""
@@ -274,10 +361,15 @@ class UnitBytes:
     def _fixed(self, first: int, after: int, alone: bool = True) -> int:
         """Return the least bytes of the state of units, and those of :meth:`whole` with the allocator's overhead where they are ``alone``
         on their rank, which has all at one time."""
-        level, held = 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2, self.held([(first, after)])
-        gradients = self._shards_of_gradients(held, level)  # see _gradients
+        held = self.held([(first, after)])
+        gradients = self._shards_of_gradients(held, self._level_of_gradients)
         whole = sum(self.whole([(first, after)])) if alone else 0
         return self.state(held, gradients).total + round((1 + ALLOCATOR_SLACK) * whole)
+
+    @property
+    def _level_of_gradients(self) -> int:
+        """From which ZeRO level on the least that a rank has of gradients is a share of them."""
+        return 1 if self.execution.copies_gradients and self.mesh.pp == 1 else 2
 
     @cached_property
     def _ties(self) -> list[tuple[int, str]]:
@@ -285,17 +377,30 @@ class UnitBytes:
         units = enumerate(self.units)
         return [(place, held.tied) for place, unit in units for held in unit.held if held.tied is not None]
 
-    def _buckets(self, held: Sequence[Held], elsewhere: Collection[str]) -> int:
-        """Return the bytes of the largest bucket in which gradients are all-reduced."""
-        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+    @cached_property
+    def _trains(self) -> bool:
+        """Whether there are gradients."""
+        return any(part.trained for unit in self.units for part in unit.held)
+
+    def _bucket(self, held: Sequence[Held], elsewhere: Collection[str]) -> int:
+        """Return the bytes of the largest bucket in which gradients are all-reduced; a parameter that is larger than others may be has one
+        alone. FSDP2 sums sharded ones over replicas, and ZeRO 1 over the ranks of the shards, in flat copies of units."""
+        run = self.execution
+        apart = REPLICAS if run.zero >= 2 else STATE_AXES if run.zero else ()
+        replicas = [axis for axis in REPLICAS if axis not in apart and self.mesh.degrees()[axis] > 1]
         summed: dict[tuple[tuple[str, ...], bool], int] = {}
+        largest: dict[tuple[tuple[str, ...], bool], int] = {}
         for part in held:
             shared = part.tied is not None and part.tied in elsewhere
             over = part.summed_over(replicas)
             if part.trained and (over or shared):
                 key = over, shared
-                summed[key] = summed.get(key, 0) + part.elements * self.gradient_bytes(part)
-        return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
+                nbytes = run.divided(part.elements * self.gradient_bytes(part), 1)
+                largest[key] = max(
+                    largest.get(key, BUCKET_BYTES), nbytes * (part.largest or part.elements) // part.elements
+                )
+                summed[key] = summed.get(key, 0) + nbytes
+        return max((min(nbytes, largest[key]) for key, nbytes in summed.items()), default=0)
 
     def state(self, held: Iterable[Held], gradients: int) -> Memory:
         """Return the bytes of parameters, ``gradients``, main copies and optimizer state, without what is updated at one time of state
@@ -395,21 +500,27 @@ class UnitBytes:
         each = sum(self._fixed(place, place + 1) + sum(unit.buffers.values()) for place, unit in enumerate(self.units))
         return each - self._fixed(0, len(self.units)) - sum(buffers.values())
 
-    def average(self, rows: int, alive: float, alone: bool) -> float:
+    def average(self, rows: int, alive: float, alone: bool, microbatches: int) -> float:
         """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin; ``alone``: a
-        rank has one."""
-        state, kept = self.least(rows, alone)
+        rank has one stage."""
+        state, kept = self.least(rows, alone, microbatches)
         return (state + alive * kept) / self.mesh.pp
 
-    def least(self, rows: int, alone: bool) -> tuple[int, int]:
-        """Return lower bounds of what all stages hold together, wherever they begin: state, and what a microbatch keeps."""
-        key = rows, alone
+    def least(self, rows: int, alone: bool, microbatches: int) -> tuple[int, int]:
+        """Return lower bounds of what all stages hold together, wherever they begin: state, and what a microbatch keeps. In the backward of
+        an only microbatch of an only stage, gradients take the place of that."""
+        instead = self.mesh.pp == 1 and microbatches == 1
+        key = rows, alone, instead
         if key not in self._averages:
             kept = self.kept(0, len(self.units), rows)[0]
             if self.execution.hold_messages:
                 received = [unit.received for unit in self.joined(rows).at[1:]]
                 kept += (self.mesh.pp - 1) * min(received, default=0)
-            self._averages[key] = self._fixed(0, len(self.units), alone), kept
+            state = self._fixed(0, len(self.units), alone)
+            if instead:
+                gradients = self._shards_of_gradients(self.held([(0, len(self.units))]), self._level_of_gradients)
+                state, kept = state - gradients, max(kept, gradients)
+            self._averages[key] = state, kept
         return self._averages[key]
 
     def fixed_runs(self) -> Array:
@@ -504,14 +615,19 @@ class RunBytes:
         )
 
 
-def parts_together(units: Sequence[Unit]) -> list[list[Held]]:
-    """Return the parameters that are gathered together for units of a stage, without those that are gathered with the stage."""
-    found: list[list[Held]] = []
+def together(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Return the units of a stage whose parameters are gathered together."""
+    found: list[list[Unit]] = []
     for unit in units:
         if not unit.joins or not found:
             found.append([])
-        found[-1] += [part for part in unit.held if not part.rest]
+        found[-1].append(unit)
     return found
+
+
+def parts_together(units: Sequence[Unit]) -> list[list[Held]]:
+    """Return the parameters that are gathered together for units of a stage, without those that are gathered with the stage."""
+    return [[part for unit in group for part in unit.held if not part.rest] for group in together(units)]
 
 
 def _equal_runs(units: Sequence[Unit]) -> EqualRuns:

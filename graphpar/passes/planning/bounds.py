@@ -84,7 +84,7 @@ class StepBounds:
         pricing, together = prices.known(candidate), prices.kept_together(candidate, prices.known(candidate))
         if min(together) <= 0:
             return candidate.bound
-        state, kept = pricing.bytes.least(candidate.microbatch_size, candidate.stages_per_rank == 1)
+        state, kept = pricing.bytes.least(candidate.microbatch_size, candidate.stages_per_rank == 1, count)
         room = self.prices.cluster.room_bytes * sum(1 / number for number in together)
         if state / max(together) >= room:
             return math.inf  # whatever is saved, so nothing is measured
@@ -158,4 +158,6 @@ class StepBounds:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
         pricing = self.prices.known(candidate, len(self.prices.recomputed(candidate)) - 1)
         alive = min(self.prices.alive_on(candidate, pricing)) / candidate.stages_per_rank
-        return pricing.bytes.average(candidate.microbatch_size, alive, candidate.stages_per_rank == 1)
+        return pricing.bytes.average(
+            candidate.microbatch_size, alive, candidate.stages_per_rank == 1, candidate.microbatches
+        )
