@@ -67,7 +67,7 @@ class Estimate:
         step_time_s: from the first forward to the end of the optimizer's step.
         mfu: model flops utilisation: flops of products and attention, without recomputation, over the devices' peak in that time.
         bubble_fraction: the share of ranks x pipeline time in which a rank computes nothing.
-        memory: of each pp rank at its peak.
+        memory: of each pp rank at its peak; ``reduced_bytes``: of its gradients when the optimizer's step begins.
         host_memory: of each pp rank in the memory of its host; empty where nothing is offloaded.
         host_memory_bytes: of the host of a device, its share of the node's; None: not known.
         compute_s: of the busiest rank.
@@ -118,6 +118,7 @@ class Estimate:
     crossed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     rooms: tuple[int, ...] = ()
+    reduced_bytes: tuple[int, ...] = ()
 
     @property
     def spread_s(self) -> float:
@@ -194,6 +195,7 @@ class Estimate:
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
+            "reduced_bytes": list(self.reduced_bytes),
             "host_memory": [asdict(memory) for memory in self.host_memory],
             "host_memory_bytes": self.host_memory_bytes,
             **({"devices": list(self.devices), "rooms": list(self.rooms)} if self.devices else {}),

@@ -103,15 +103,14 @@ class Memory:
         optimizer: the state of the optimizer on the device; where it lives in the host's memory, the pieces that are updated at one time.
         copies: of parameters, in the dtype in which they are read, made once a step.
         buffers: buffers and constants.
-        buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice. And what is gathered of
-            sharded parameters, and gradients that are yet to be reduced to shards.
+        gradients: those that are there, of an only microbatch those of what has run backward.
+        buckets: what is gathered of sharded parameters, and gradients that are yet to be reduced to shards.
         inputs: the replica's rows of the inputs that its stages take.
         cache: keys and values of generation, of all groups of sequences that are in flight.
         boundaries: of a message to each stage in both directions, which arrives ahead of time, and the last one on its way.
         activations: of the microbatches in flight, at the peak, with what stages received of them.
-        transient: what the running forward or backward needs on top; for the loss its logits and their gradient. Or what the optimizer's
-            step needs, where that is more than activations and this.
-        reduced: gradients when the last of a step are summed, in place of those at the peak.
+        transient: what the running forward or backward needs on top; for the loss its logits and their gradient. Or what sums of gradients
+            or the optimizer's step need on top, where that is more: one bucket of gradients exists twice.
         slack: overhead of the allocator: what it reserves beyond what is allocated.
         communicators: of NCCL, which no allocator of torch counts.
     """
@@ -130,7 +129,6 @@ class Memory:
     transient: int = 0
     slack: int = 0
     communicators: int = 0
-    reduced: int = 0
 
     def between_steps(self) -> Memory:
         """Return what stays from step to step, once gradients are dropped."""
@@ -153,9 +151,9 @@ class Memory:
             communicators=kept.communicators + other.communicators,
         )
 
-    def after_backward(self) -> Memory:
-        """Return what there is when the optimizer's step begins."""
-        return replace(self.between_steps(), gradients=self.reduced, inputs=self.inputs)
+    def after_backward(self, gradients: int) -> Memory:
+        """Return what there is when the optimizer's step begins, with so many bytes of gradients."""
+        return replace(self.between_steps(), gradients=gradients, inputs=self.inputs)
 
     def _only(self, *parts: str) -> Memory:
         return Memory(**{part: getattr(self, part) for part in parts})
@@ -163,7 +161,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All bytes of the rank: what the allocator reserves, and the communicators."""
-        return sum(int(getattr(self, part.name)) for part in fields(self)) - self.reduced
+        return sum(getattr(self, part.name) for part in fields(self))
 
     @property
     def allocated(self) -> int:

@@ -285,6 +285,7 @@ class Pricing(LayoutOrders):
             mfu=self.flops(layout) / (step.seconds * self._peak),
             bubble_fraction=step.timeline.bubble,
             memory=memory,
+            reduced_bytes=tuple(self.bytes.reduced([stage.units for stage in step.staged], own) for own in step.own),
             host_memory=self._host_memories(layout, [stage.units for stage in step.staged], step.own, exact),
             compute_s=compute,
             communication_s=sent,

@@ -71,6 +71,11 @@ class _Walked(NamedTuple):
     gathered: int
     on_top: int
 
+    @property
+    def nbytes(self) -> float:
+        """All of them, with the allocator's overhead."""
+        return self.gradients + (1 + ALLOCATOR_SLACK) * (self.kept + self.gathered + self.on_top)
+
 
 class _Known(NamedTuple):
     """Of units, whatever shares their state: which runs of them hold the same, and what; equal parameters once, with their number."""
@@ -191,7 +196,11 @@ class UnitBytes:
     ) -> int:
         """Return the bytes of :meth:`memory` together."""
         varying = self._varying(stages, own, rows, microbatches, most)
-        return self._constant(stages, own).total + sum(varying.values()) - varying["reduced"]
+        return self._constant(stages, own).total + sum(varying.values())
+
+    def reduced(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> int:
+        """Return the bytes of a rank's gradients when the optimizer's step begins."""
+        return self._constant(stages, own).reduced
 
     def _varying(
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, most: Most
@@ -211,18 +220,21 @@ class UnitBytes:
             activations += kept - costs[0][0]
         else:  # the last microbatch may be there still
             transient = max(transient, constant.summed + max(cost[0] for cost in costs) - activations)
+        moving = activations + transient + buckets
         # What a rank keeps of a step is gone when it ends.
-        transient = max(transient, constant.reduced + constant.ending - gradients - activations - buckets)
+        more = constant.reduced + (1 + ALLOCATOR_SLACK) * constant.ending - gradients - (1 + ALLOCATOR_SLACK) * moving
+        if more > 0:
+            transient += constant.reduced + constant.ending - gradients - moving
+            moving = constant.ending
         return {
             "gradients": gradients,
-            "reduced": constant.reduced,
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
             "cache": constant.cache * microbatches,
             "boundaries": boundaries,
             "activations": activations,
             "transient": transient,
             "buckets": buckets,
-            "slack": round(ALLOCATOR_SLACK * (activations + transient + buckets)),
+            "slack": round(ALLOCATOR_SLACK * moving),
         }
 
     def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
@@ -279,7 +291,7 @@ class UnitBytes:
         if key not in self._walks:
             run, joined, after = self.execution, self.joined(rows), len(self.units)
             every, kept = self._constant([(0, after)], [0]), self.kept(0, after, rows)[0]
-            made, flat, seen, most = 0, 0, set[str](), _Walked(kept, 0, 0, 0)
+            made, flat, seen, moments = 0, 0, set[str](), list[_Walked]()
             alone, sharded = alone and run.copies_gradients, run.copies_gradients and run.zero >= 2
             for number, group in reversed([*enumerate(together(self.units))]):
                 there = made if alone else every.gradients
@@ -292,9 +304,10 @@ class UnitBytes:
                     gradients = self.gradient_sizes(own)
                     backward = at.backward + (at.inside + at.shared if run.recompute == "full" else 0)
                     if alone or sharded:
-                        backward += whole + flat + round(at.growth * gradients / max(1, self.parameter_sizes(own)))
+                        values = sum(part.elements * part.itemsize for part in own)
+                        backward += whole + flat + (round(at.growth * gradients / values) if values else 0)
                     for way, on_top in ((1, at.forward), (-1, backward)):
-                        most = max(most, _Walked(kept, there, self._gathered_at(number, way, alone), on_top), key=sum)
+                        moments.append(_Walked(kept, there, self._gathered_at(number, way, alone), on_top))
                     kept -= joined.freed(after, inputs_only=run.recompute == "full")
                     whole, copied = whole + gradients, copied + self.reduced_sizes(own)
                 if sharded:
@@ -305,8 +318,8 @@ class UnitBytes:
                 made += run.divided(whole, 1)
                 flat = copied - run.divided(copied, 1) if run.zero else 0
                 there, gathered = made if alone else every.gradients, self._gathered_at(number - 1, -1, alone)
-                most = max(most, _Walked(kept, there, gathered, summing), key=sum)
-            self._walks[key] = most
+                moments.append(_Walked(kept, there, gathered, summing))
+            self._walks[key] = max(moments, key=lambda moment: moment.nbytes)
         return self._walks[key]
 
     def _gathered_at(self, number: int, way: int, last: bool) -> int:
@@ -320,6 +333,8 @@ class UnitBytes:
         others = number + way * (run.gathered - 1)
         first, after = sorted((number, others))
         both = sum(gathered[max(0, first) : after + 1])
+        if run.shards_on_host and number >= 0:  # a shard that has come from there
+            both += -(-gathered[number] // run.shards)
         return both + run.gathered_bytes(part for unit in self.units for part in unit.held if part.rest)
 
     @cached_property

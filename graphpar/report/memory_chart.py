@@ -87,7 +87,8 @@ def memory_over_time(data: Mapping[str, Any], timeline: Timeline) -> list[Levels
     kept = in_flight(parse_table("\n".join(data["actions"])), [stage.kept_bytes for stage in stages])
     closing = timeline.closing or ((),) * len(timeline.spans)
     whole = [_whole([span.action for span in spans], stages) for spans in timeline.spans]
-    rows = zip(timeline.spans, closing, predicted["memory"], (each.after for each in kept), whole)
+    memory = zip(predicted["memory"], predicted["reduced_bytes"])
+    rows = zip(timeline.spans, closing, memory, (each.after for each in kept), whole)
     return [_of_rank(*row, data["mode"] == "train", timeline.length) for row in rows]
 
 
@@ -110,37 +111,39 @@ def _whole(actions: Sequence[Action], stages: Sequence[StageEstimate]) -> list[t
 def _of_rank(
     spans: Sequence[Span],
     closing: Sequence[Segment],
-    parts: Mapping[str, int],
+    memory: tuple[Mapping[str, int], int],
     after: Sequence[float],
     whole: Sequence[tuple[int, int]],
     trains: bool,
     length: float,
 ) -> Levels:
     """Return the levels of a rank, which keeps ``after`` each of its ``spans`` so many bytes of activations, and has ``whole`` state."""
+    parts, reduced = memory
     peak = Memory(**parts)
     moving = peak.activations + peak.transient + peak.buckets
     overhead = peak.slack / moving if moving else 0.0
     begun = not trains
-    highest = max((held + most for held, (most, _) in zip([0, *after], whole)), default=0)
-    buckets = peak.buckets - max(0.0, highest - peak.activations)  # those that are there all the time
+    highest = max((min(held, peak.activations) + most for held, (most, _) in zip([0, *after], whole)), default=0)
+    gathered = max(0.0, peak.buckets - max(0.0, highest - peak.activations))  # what is there all the time
 
-    def level(start: float, activations: float, transient: float, whole: float) -> Level:
-        slack = overhead * (activations + transient + buckets + whole)
-        shown = {"activations": activations, "transient": transient, "slack": slack, "buckets": buckets + whole}
-        return _level(start, vars(peak) | ({} if begun else {"gradients": 0}) | shown)
+    def level(start: float, activations: float, transient: float, whole: float, gradients: int) -> Level:
+        activations, buckets = min(activations, peak.activations), min(gathered + whole, peak.buckets)
+        slack = overhead * (activations + transient + buckets)
+        shown = {"activations": activations, "transient": transient, "slack": slack, "buckets": buckets}
+        return _level(start, vars(peak) | {"gradients": gradients if begun else 0} | shown)
 
-    levels, before = [level(0.0, 0.0, 0.0, 0.0)], 0.0
+    levels, before = [level(0.0, 0.0, 0.0, 0.0, 0)], 0.0
     for span, held, (running, ended) in zip(spans, after, whole):
         now = held if trains else peak.activations
         begun = begun or span.action.kind in ("B", "I", "W")
         if span.end > span.start:
-            levels.append(level(span.start, max(before, now), peak.transient, running))
+            levels.append(level(span.start, max(before, now), peak.transient, running, peak.gradients))
         before = now if trains else 0.0
-        levels.append(level(span.end, before, 0.0, ended))
+        levels.append(level(span.end, before, 0.0, ended, max(reduced, peak.gradients)))
     for segment in closing:
         if segment.kind == "optimizer":
-            levels.append(_level(segment.start, vars(MOMENTS["after the backward"](peak))))
-            levels.append(_level(segment.end, vars(MOMENTS["between steps"](peak))))
+            levels.append(_level(segment.start, vars(peak.after_backward(reduced))))
+            levels.append(_level(segment.end, vars(peak.between_steps())))
     return _merged([*levels, replace(levels[-1], start=length)])
 
 
@@ -243,11 +246,11 @@ def _edge(points: Sequence[tuple[float, float]], length: float) -> str:
     return f"{found}H{WHOLE}"
 
 
-def memory_rows(rows: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[tuple[str, ...]]:
+def memory_rows(predicted: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the rows of the table of what ranks hold at each moment, and of each kind at the peak."""
     found = []
-    for name, parts in zip(names, rows):
-        totals = [float(moment(Memory(**parts)).total) for moment in MOMENTS.values()]
+    for name, parts, reduced in zip(names, predicted["memory"], predicted["reduced_bytes"]):
+        totals = [float(moment(Memory(**parts), reduced).total) for moment in MOMENTS.values()]
         found.append((name, *map(bytes_text, [*totals, *_level(0.0, parts).bytes])))
     return found
 

@@ -10,20 +10,20 @@ from graphpar.cost_models.memory import Memory
 from graphpar.passes.planning.candidates import misfit
 from graphpar.text import bytes_text, indices_text
 
-MOMENTS: dict[str, Callable[[Memory], Memory]] = {
-    "between steps": Memory.between_steps,
-    "after the backward": Memory.after_backward,
-    "at the peak": lambda each: each,
+MOMENTS: dict[str, Callable[[Memory, int], Memory]] = {
+    "between steps": lambda peak, _: peak.between_steps(),
+    "after the backward": lambda peak, gradients: peak.after_backward(gradients),
+    "at the peak": lambda peak, _: peak,
 }
-"""The moments of a step, with what there is then of what there is at the peak."""
+"""The moments of a step, with what there is then, by what there is at the peak and the gradients when the optimizer's step begins."""
 
 
 def memory_text(estimate: Estimate) -> list[str]:
     """Write what the fullest rank holds at each moment of a step, part by part, and all of what each rank holds."""
     fullest, stages = estimate.fullest
-    memory = estimate.memory[fullest]
-    columns = [moment(memory) for moment in MOMENTS.values()]
-    parts = [part.name for part in fields(Memory) if getattr(memory, part.name)]
+    ranks = [[moment(*both) for moment in MOMENTS.values()] for both in zip(estimate.memory, estimate.reduced_bytes)]
+    columns = ranks[fullest]
+    parts = [part.name for part in fields(Memory) if any(getattr(each, part.name) for each in columns)]
     where = (
         ""
         if len(estimate.memory) == 1
@@ -35,10 +35,7 @@ def memory_text(estimate: Estimate) -> list[str]:
     rows.append([f"  free of {bytes_text(estimate.memory_bytes)}", *(_free(estimate, each) for each in columns)])
     if len(estimate.memory) > 1:
         rows += [["", "", "", ""], ["Each rank of pp", *MOMENTS]]
-        rows += [
-            [f"  {rank}", *(bytes_text(moment(each).total) for moment in MOMENTS.values())]
-            for rank, each in enumerate(estimate.memory)
-        ]
+        rows += [[f"  {rank}", *(bytes_text(each.total) for each in moments)] for rank, moments in enumerate(ranks)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         " "

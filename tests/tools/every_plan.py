@@ -27,7 +27,6 @@ from tests.tools.plan_prices import (
     StepPrices,
     arriving,
     halves_bytes,
-    in_all,
     kept_bytes,
     most_kept,
     on_top_bytes,
@@ -268,7 +267,9 @@ class EveryPlan:
                 )
                 halves = halves_bytes(mixed, way.rows, first == 0, apart)
                 found.append(Choice(kinds, more, splits, kept, top, halves))
-            self._choices[key] = _not_worse(found)
+            self._choices[key] = (
+                found if way.mesh.pp == 1 else _not_worse(found)
+            )  # it matters which of its units keeps what
         return self._choices[key]
 
     def fitting(self, way: Way, room: float, below: float = math.inf, *, every: bool = True) -> Found | None:
@@ -291,7 +292,7 @@ class EveryPlan:
             own = sorted({action.stage for cell in row for action in cell})
             if way.microbatches * sum(shortest[place].forward + shortest[place].backward for place in own) >= below:
                 return
-            fixed, beside, end = prices.fixed_bytes(plain, own, way.rows, way.microbatches)
+            fixed = prices.fixed_bytes(plain, own, way.rows, way.microbatches)
             messages = {place: arriving(plain, place, way.rows) if place - 1 not in own else 0 for place in own}
             whole = prices.whole_bytes(plain, own)
             able = []
@@ -302,8 +303,13 @@ class EveryPlan:
                     place: each.halves.left + messages[place] + returned(plain, place, way.rows)
                     for place, each in zip(own, chosen)
                 }
-                most, gathered, on_top = most_kept(kept, left, halves, row, whole)
-                nbytes = in_all(fixed, beside + gathered, most, max(on_top, end - most))
+                if len(runs) == 1:
+                    kinds_units = [self.units(way, kind) or [] for kind in range(len(self.kinds))]
+                    mixed = [kinds_units[kind][place] for place, kind in enumerate(chosen[0].kinds)]
+                    nbytes = prices.only_bytes(mixed, way.rows, way.microbatches)
+                else:
+                    one = max(each.kept for each in chosen)
+                    nbytes = fixed.most(most_kept(kept, left, halves, row, whole), one)
                 if nbytes <= room:
                     able.append((nbytes, dict(zip(own, chosen))))
             options.append(_fastest(able))

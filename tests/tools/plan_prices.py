@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute
-from graphpar.cost_models.pipeline_units import Held, Unit
+from graphpar.cost_models.pipeline_units import Held, Unit, UnitMemory
 from graphpar.cost_models.work import Collective, Product, Work
 from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.action_table import Action
@@ -296,7 +296,8 @@ class StepPrices:
         found = []
         for row in self.actions(len(stages), microbatches, schedule):
             own = sorted({action.stage for cell in row for action in cell})
-            fixed, beside, end = self.fixed_bytes(stages, own, rows, microbatches)
+            if len(stages) == 1:
+                return [self.only_bytes(stages[0], rows, microbatches)]
             local = {place for place in own if place - 1 in own}
             kept = {place: in_flight_bytes(stages, place, rows, local) for place in own}
             apart = any(action.kind == "W" for cell in row for action in cell)
@@ -308,16 +309,13 @@ class StepPrices:
                 + returned(stages, place, rows)
                 for place in own
             }
-            most, whole, on_top = most_kept(kept, left, halves, row, self.whole_bytes(stages, own))
-            on_top = max(on_top, end - most)
-            found.append(in_all(fixed, beside + whole, most, on_top))
+            highest = most_kept(kept, left, halves, row, self.whole_bytes(stages, own))
+            one = max(kept_bytes(stages[place], rows) for place in own)
+            found.append(self.fixed_bytes(stages, own, rows, microbatches).most(highest, one))
         return found
 
-    def fixed_bytes(
-        self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int
-    ) -> tuple[int, int, int]:
-        """What a rank with the stages ``own`` holds for the whole step; buckets and what is gathered apart; what is more of gradients when
-        the last are summed, and nothing is kept."""
+    def fixed_bytes(self, stages: Sequence[Units], own: Sequence[int], rows: int, microbatches: int) -> Fixed:
+        """What a rank with the stages ``own`` holds for the whole step, and at its end."""
         units = [unit for place in own for unit in stages[place]]
         messages = sum(arriving(stages, place, rows) + _coming_back(stages, place, rows) for place in own)
         if len(own) == 1 and len(stages) > 1:
@@ -326,10 +324,17 @@ class StepPrices:
         inputs = {name: line.at(rows * microbatches) for unit in units for name, line in unit.inputs.items()}
         buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
         state = self._state([stages[place] for place in own])
-        beside = self._buckets(stages, own) + self._gathered(stages, own)
-        gradients, last = self._gradients([stages[place] for place in own], microbatches)
-        fixed = state + gradients + sum(buffers.values()) + sum(inputs.values()) + messages
-        return fixed, beside, last - gradients
+        whole, shards = _trained(self._copies([stages[place] for place in own])), self.shards
+        share, bucket = -(-whole // shards), self._bucket(stages, own)
+        flat = self._flat(units) if self.zero == 1 else 0
+        return Fixed(
+            state + sum(buffers.values()) + sum(inputs.values()) + messages,
+            self._gathered(stages, own),
+            share if self.zero >= 2 else whole,
+            share if self.zero else whole,
+            max(bucket, flat),
+            max(bucket, 2 * flat),
+        )
 
     def _state(self, stages: Sequence[Units]) -> int:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
@@ -341,31 +346,84 @@ class StepPrices:
         """A stage that is sharded has its own copy of what others have."""
         return held_once(stages) if self.zero < 2 else [part for units in stages for part in held_once([units])]
 
-    def _gradients(self, stages: Sequence[Units], microbatches: int) -> tuple[int, int]:
-        """Gradients for most of a step, and when the last are summed. At level 1 two units are summed at a time, from copies; an only
-        microbatch without a pipeline frees those of a unit then, and has those of three and of what is there once."""
-        whole, units = _trained(self._copies(stages)), [unit for stage in stages for unit in stage]
-        if self.zero != 1:
-            return (-(-whole // self.shards) if self.zero >= 2 else whole), 0
+    def _flat(self, units: Units) -> int:
+        """At level 1, the largest copy of the gradients of a unit; those of units that are like no other are one."""
         times = [sum(other.kind == unit.kind for other in units) for unit in units]
-        largest = max((_trained(unit.held) for unit, count in zip(units, times) if count > 1), default=0)
         once = sum(_trained(unit.held) for unit, count in zip(units, times) if count == 1)
-        sums = -(-whole // self.shards)
-        freed = microbatches == 1 and self.mesh.pp == 1
-        most = sums + min(once + 3 * largest, whole + largest) if freed else whole + largest
-        return most, sums + 2 * min(once, whole)
+        return max(once, *(_trained(unit.held) for unit, count in zip(units, times) if count > 1), 0)
 
-    def _buckets(self, stages: Sequence[Units], own: Sequence[int]) -> int:
-        """The largest bucket of gradients that are all-reduced: over replicas, or where a tied parameter is on another rank, too."""
+    def only_bytes(self, units: Units, rows: int, microbatches: int) -> int:
+        """The most bytes of a rank whose only stage has all ``units``: after each of its units is run forward, and backward."""
+        fixed = self.fixed_bytes([units], [0], rows, microbatches)
+        memories, kept, gone = [unit.kind.memory for unit in units], kept_bytes(units, rows), set[str]()
+        groups: list[list[int]] = []
+        for place, unit in enumerate(units):
+            if place == 0 or not unit.joins:
+                groups.append([])
+            groups[-1].append(place)
+        rest = sum(part.nbytes for unit in units for part in unit.held if part.rest)
+        sizes = [[part for place in group for part in units[place].held] for group in groups]
+        gathers = [sum(part.nbytes for part in parts if self.zero == 2 or not part.rest) for parts in sizes]
+        single, most = microbatches == 1, 0
+
+        def total(beside: int, on_top: int) -> int:
+            return in_all(done if single else fixed.gradients, beside, kept, on_top)
+
+        done = flat = 0  # of gradients: bytes of shards, and the copy that is on its way
+        for number in reversed(range(len(groups))):
+            forward = backward = 0
+            if self.zero == 2:
+                forward, backward = sum(gathers), sum(gathers[: number + 1] if single else gathers)
+            if self.zero == 3:
+                forward, backward = (sum(gathers[max(0, n) : n + 2]) + rest for n in (number, number - 1))
+            own = 0
+            for place in reversed(groups[number]):
+                memory = memories[place]
+                fresh = [part for part in units[place].held if part.trained and part.tied not in gone]
+                gone |= {part.tied for part in fresh if part.tied is not None}
+                growing = single or self.zero >= 2
+                with_own = own + flat + (memory.growth.at(rows) if fresh and growing else 0) if growing else 0
+                most = max(most, total(forward, memory.forward.at(rows)))
+                most = max(most, total(backward, memory.backward.at(rows) + with_own))
+                kept -= memory.inside.at(rows) + self._between(memories, place, rows)
+                own += _trained(fresh)
+            after = 0
+            if self.zero == 2:
+                after = sum(gathers[:number]) if single else sum(gathers)
+            if self.zero == 3:
+                after = sum(gathers[max(0, number - 2) : number]) + rest
+            copies = {0: min(fixed.summed, done + own), 1: min(fixed.summed, own) + own * single}.get(
+                self.zero, 2 * own
+            )
+            share = -(-own // self.shards) if self.zero else own
+            done, flat = done + share, own - share
+            most = max(most, total(after, copies))
+        return fixed.state + max(most, in_all(fixed.reduced, 0, 0, fixed.ending))
+
+    @staticmethod
+    def _between(memories: Sequence[UnitMemory], place: int, rows: int) -> int:
+        """What the backward of a unit frees of the values that it received and sent."""
+        last, own = place + 1 == len(memories), memories[place]
+        found = own.sent.at(rows) if last else own.passed.at(rows) if own.held else 0
+        if place and not memories[place - 1].held:
+            found += min(memories[place - 1].passed.at(rows), memories[place].given.at(rows))
+        return found
+
+    def _bucket(self, stages: Sequence[Units], own: Sequence[int]) -> int:
+        """The largest bucket of gradients that are all-reduced: over replicas, or where a tied parameter is on another rank, too. Those of
+        ranks that share state are summed in flat copies of units, and all that are sharded."""
         held = held_once([stages[place] for place in own])
         others = {part.tied for place, units in enumerate(stages) if place not in own for part in held_once([units])}
         sizes: dict[object, int] = {}
         for part in (part for part in held if part.trained):
             shared = part.tied is not None and part.tied in others
-            key = part.axes, self._replicas_of(part), shared
+            replicas = [axis for axis in self._replicas_of(part) if not self.zero or axis == "dp_expert"]
+            key = part.axes, tuple(replicas if self.zero < 2 else ()), shared
             if any(key):
-                sizes[key] = sizes.get(key, 0) + part.elements * part.itemsize
-        return max((min(BUCKET, nbytes) for nbytes in sizes.values()), default=0)
+                nbytes = part.elements * part.itemsize
+                sizes[key] = sizes.get(key, 0) + (-(-nbytes // self.shards) if self.zero else nbytes)
+        assert max(sizes.values(), default=0) < BUCKET, "a bucket of these tests has all of its kind"
+        return max(sizes.values(), default=0)
 
     def whole_bytes(self, stages: Sequence[Units], own: Sequence[int]) -> dict[int, tuple[int, int]]:
         """What a pipeline has of each stage beside its shards: parameters that it keeps gathered, gradients until it has reduced them."""
@@ -374,7 +432,7 @@ class StepPrices:
         return {
             place: (
                 sum(part.nbytes for part in parts) if gathers else 0,
-                _trained(parts) if self.zero >= 2 and piped else 0,
+                _trained(parts) - -(-_trained(parts) // self.shards) if self.zero >= 2 and piped else 0,
             )
             for place, parts in held.items()
         }
@@ -411,6 +469,25 @@ def kept_bytes(units: Units, rows: int) -> int:
 def on_top_bytes(units: Units, rows: int) -> int:
     """What the running unit of a stage needs on top."""
     return max(max(unit.kind.memory.forward.at(rows), unit.kind.memory.backward.at(rows)) for unit in units)
+
+
+class Fixed(NamedTuple):
+    """What a rank holds for the whole step: state and messages, what is gathered of a unit, gradients; those that are left at the end, what
+    sums need on top while a microbatch may be there, and in the end."""
+
+    state: int
+    gathered: int
+    gradients: int
+    reduced: int
+    summed: int
+    ending: int
+
+    def most(self, highest: tuple[int, int, int], one: int) -> int:
+        """The most bytes of a rank of a pipeline: ``highest`` as :func:`most_kept` has it, ``one`` microbatch of a stage."""
+        kept, whole, on_top = highest
+        on_top = max(on_top, self.summed + one - kept)
+        running = in_all(self.gradients, self.gathered + whole, kept, on_top)
+        return self.state + max(running, in_all(self.reduced, 0, 0, self.ending))
 
 
 class Halves(NamedTuple):
