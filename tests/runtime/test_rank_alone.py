@@ -223,6 +223,40 @@ def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, tmp_
         assert 0.995 * memory.allocated <= said.allocated <= 1.05 * memory.allocated
 
 
+_MOMENTS: dict[str, dict[str, Any]] = {
+    "gradients come as activations go": {"mesh": {"dp_replicate": 2}, "global_batch": 8},
+    "buckets are filled when activations are gone": {"mesh": {"dp_replicate": 2}, "recompute": "full", "global_batch": 8},
+    "gradients are added up": {"mesh": {"dp_replicate": 2}, "global_batch": 32},
+    "ZeRO 1": {"mesh": {"dp_shard": 4}, "zero": 1, "recompute": "full", "global_batch": 16},
+    "ZeRO 2": {"mesh": {"dp_shard": 4}, "zero": 2, "global_batch": 64},
+    "ZeRO 3": {"mesh": {"dp_shard": 4}, "zero": 3, "recompute": "full", "global_batch": 16},
+    "ZeRO 3, microbatches": {"mesh": {"dp_shard": 4}, "zero": 3, "global_batch": 64},
+    "ZeRO 3, stages": {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 3, "schedule": "1F1B", "global_batch": 32},
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", _MOMENTS)
+@pytest.mark.sampled(1 / 2)
+def test_the_moment_of_the_most_memory_is_found(name: str, tmp_path: Path) -> None:
+    """With a head that is much larger than a block."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(16, 96), *(Block(96) for _ in range(8)), nn.Linear(96, 2048))
+
+    pins = {"recompute": "none"} | _MOMENTS[name]
+    program = gp.export(model, (torch.randint(16, (8, 64)),), loss_fn=lambda y: y.square().mean())
+    plan = gp.plan(program, f"{math.prod(pins['mesh'].values())}xCPU", microbatch_size=4, **pins)
+    gp.partition(program, plan).save(tmp_path / "out")
+    for pp, said in enumerate(gp.estimate(program, plan).memory):
+        rank = pp * plan.mesh.size // plan.mesh.pp
+        with start(alone=(rank, plan.mesh.size)) as ranks, Memory(ranks.device) as memory:
+            with Pipeline(tmp_path / "out", ranks.device) as pipeline:
+                run(pipeline, Clock(ranks.device), memory)
+            del pipeline
+        assert 0.97 * memory.allocated <= said.allocated <= 1.05 * memory.allocated
+
+
 @pytest.mark.costly
 def test_a_step_of_the_optimizer_takes_what_is_predicted(tmp_path: Path) -> None:
     """Two temporary tensors of the size of the largest parameter, when all else that comes and goes is small; three of a tied one that two
