@@ -101,6 +101,7 @@ def test_a_parameter_that_is_trained_later_is_looked_at() -> None:
     stage = Penalised()
     held: Any = SimpleNamespace(stage_index=1, submod=stage, dw_builder=None)
     guard(held)
+    stage.up.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))  # as where sharded state is gathered
     whole = []
     for trained in (False, True, False):
         stage.up.weight.requires_grad_(trained)
