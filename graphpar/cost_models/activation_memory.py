@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.fake_operators import call_on_fakes, two_chunks
+from graphpar.cost_models.pipeline_units import Reach
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
 from graphpar.emitted import collectives, kv_cache
 from graphpar.emitted.pointwise import made_again
@@ -57,45 +57,6 @@ Array = NDArray[np.int64]
 _MANY = 2**29 - 3
 """Rows of the run that gives all sizes: a prime, so that it divides the bytes of storages that grow with the rows and no others; larger
 than the bytes of storages that don't grow."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The memory of one microbatch of a unit, in bytes.
-
-    Attributes:
-        inside: not freed between forward and backward, except for the following.
-        shared: kept of values that every stage recomputes; a stage has them once, however many of its units need them.
-        given: kept of what it receives; where the sender is in the same stage and ``held``, that keeps it already.
-        received: all that it receives.
-        sent: new storages that it sends.
-        passed: the same without those that only relay what it received, which are not copied inside a stage.
-        held: whether autograd keeps what is sent.
-        forward, backward: needed on top of what is kept, while it runs.
-        growth: how much more than ``backward`` that is with the gradients of parameters that it has made so far, in their dtype.
-        splits: whether its backward can run in halves, for inputs and later for weights. Then these are there:
-        for_weights: gradients that the first half makes and keeps for the second.
-        outer: kept, too, of the gradients that it is given.
-        freed: of what the forward kept, by the first half.
-        input_half: needed on top of what is kept, with ``for_weights``; ``weight_half``: on top of what is left then.
-    """
-
-    inside: int
-    shared: int
-    given: int
-    received: int
-    sent: int
-    passed: int
-    held: bool
-    forward: int
-    backward: int
-    growth: int = 0
-    splits: bool = False
-    for_weights: int = 0
-    outer: int = 0
-    freed: int = 0
-    input_half: int = 0
-    weight_half: int = 0
 
 
 class Activations:

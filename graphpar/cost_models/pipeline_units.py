@@ -48,7 +48,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """The fields of :class:`graphpar.cost_models.activation_memory.Reach`, for every microbatch size."""
+    """A :class:`Reach` for every microbatch size."""
 
     inside: Bytes
     shared: Bytes
@@ -67,7 +67,6 @@ class UnitMemory:
     input_half: Bytes = Bytes()
     weight_half: Bytes = Bytes()
     moved: Bytes = Bytes()
-    """Kept in the memory of the host instead, see :mod:`graphpar.cost_models.offloaded_units`."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,26 @@ class Held:
         return (*(axis for axis in replicas if axis not in self.apart), *self.axes)
 
 
-class UnitBytesAt(NamedTuple):
-    """A :class:`UnitMemory` for microbatches of one size."""
+class Reach(NamedTuple):
+    """The memory of one microbatch of a unit, in bytes.
+
+    Attributes:
+        inside: not freed between forward and backward, except for the following.
+        shared: kept of values that every stage recomputes; a stage has them once, however many of its units need them.
+        given: kept of what it receives; where the sender is in the same stage and ``held``, that keeps it already.
+        received: all that it receives.
+        sent: new storages that it sends.
+        passed: the same without those that only relay what it received, which are not copied inside a stage.
+        held: whether autograd keeps what is sent.
+        forward, backward: needed on top of what is kept, while it runs.
+        growth: how much more than ``backward`` that is with the gradients of parameters that it has made so far, in their dtype.
+        splits: whether its backward can run in halves, for inputs and later for weights. Then these are there:
+        for_weights: gradients that the first half makes and keeps for the second.
+        outer: kept, too, of the gradients that it is given.
+        freed: of what the forward kept, by the first half.
+        input_half: needed on top of what is kept, with ``for_weights``; ``weight_half``: on top of what is left then.
+        moved: kept in the memory of the host instead, see :mod:`graphpar.cost_models.offloaded_units`.
+    """
 
     inside: int
     shared: int
@@ -161,7 +178,7 @@ class UnitClass:
     ) -> None:
         self.moves = moves
         self.work, self.sends, self._measure, self.again = work, sends, measure, again or Repeated()
-        self._at: dict[int, UnitBytesAt] = {}
+        self._at: dict[int, Reach] = {}
 
     @cached_property
     def memory(self) -> UnitMemory:
@@ -173,11 +190,11 @@ class UnitClass:
         """Whether its memory was measured."""
         return "memory" in self.__dict__
 
-    def bytes_at(self, rows: int) -> UnitBytesAt:
+    def bytes_at(self, rows: int) -> Reach:
         """Return the memory for microbatches of ``rows``."""
         if rows not in self._at:
-            values = (getattr(self.memory, name) for name in UnitBytesAt._fields)
-            self._at[rows] = UnitBytesAt._make(each.at(rows) if isinstance(each, Bytes) else each for each in values)
+            values = (getattr(self.memory, name) for name in Reach._fields)
+            self._at[rows] = Reach._make(each.at(rows) if isinstance(each, Bytes) else each for each in values)
         return self._at[rows]
 
 
@@ -239,7 +256,7 @@ class JoinedUnits:
         ]
         columns = list(zip(*self.at))
         self._shared, self._forward, self._backward = (
-            columns[UnitBytesAt._fields.index(name)] for name in ("shared", "forward", "backward")
+            columns[Reach._fields.index(name)] for name in ("shared", "forward", "backward")
         )
         self._inside = [0, *itertools.accumulate(each.inside for each in self.at)]
         self._between = [0, *itertools.accumulate(self.between)]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graphpar.cost_models.activation_memory import Activations, Reach, attributes, widest_window
+from graphpar.cost_models.activation_memory import Activations, attributes, widest_window
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
 from graphpar.cost_models.offloaded_units import offloaded
-from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
+from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Reach, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.work import Size
 from graphpar.cost_models.workload import Works
@@ -308,7 +308,7 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     first, *more = activations.reaches(stage, sizes)
     line = {
         name: Bytes.through(getattr(first, name), getattr(more[-1], name)) if more else Bytes(getattr(first, name))
-        for name in Reach.__dataclass_fields__
+        for name in Reach._fields
         if name not in ("held", "splits")
     }
     if program.mode != TRAIN:  # nothing is kept but what the running unit received, and that while it runs

@@ -75,6 +75,24 @@ def test_gradients_are_the_same_to_the_bit(again: bool) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_stages_of_a_rank_share_the_copy_of_a_parameter_of_both() -> None:
+    first, second, plain = Stage(), Stage(), Stage()
+    second.layers[0].up.weight = first.layers[1].up.weight
+    casts = [CastOnce(stage, list(stage.layers), _casts(stage)) for stage in (first, second)]
+    casts[1].share(casts[0])
+    with casts[0].step(), casts[1].step():
+        for stage in (second, first):
+            stage(_microbatches()[0]).float().square().sum().backward()
+        assert len(casts[0].storages) == 2 * len(_casts(first)) - 1
+    plain(_microbatches()[0]).float().square().sum().backward()
+    alone = Stage()
+    alone.layers[0].up.weight = nn.Parameter(plain.layers[1].up.weight.detach().clone())
+    alone(_microbatches()[0]).float().square().sum().backward()
+    expected = plain.layers[1].up.weight.grad + alone.layers[0].up.weight.grad
+    torch.testing.assert_close(first.layers[1].up.weight.grad, expected)
+    assert not [*casts[0].left(), *casts[1].left()]
+
+
 def test_microbatches_in_flight_share_one_copy() -> None:
     def copies(stage: nn.Module) -> int:
         """How many storages of 16 bits as large as a weight wait for a backward."""

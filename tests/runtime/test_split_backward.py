@@ -87,3 +87,24 @@ def test_halves_are_exact(begin: int) -> None:
             else:
                 torch.testing.assert_close(one, other)
     assert split > 20 if SPLITS_BACKWARD else split == 0  # else nothing was tried
+
+
+def test_a_parameter_that_is_trained_later_is_looked_at() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.up(x), self.up.weight.square().sum()
+
+    stage = Penalised()
+    held: Any = SimpleNamespace(stage_index=1, submod=stage, dw_builder=None)
+    guard(held)
+    stage.up.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))  # as where sharded state is gathered
+    whole = []
+    for trained in (False, True, False):
+        stage.up.weight.requires_grad_(trained)
+        stage(torch.randn(2, WIDTH, requires_grad=True))
+        whole.append(is_whole(held))
+    assert whole == ([False, True, False] if SPLITS_BACKWARD else [True] * 3)

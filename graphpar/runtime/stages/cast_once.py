@@ -63,6 +63,10 @@ class CastOnce:
             if own:
                 reader.forward = self._reading(reader.forward, own)
 
+    def share(self, other: CastOnce) -> None:
+        """Have the copies of ``other``, of another stage of this rank, so that a parameter of both is cast once."""
+        self._copies, self.storages = other._copies, other.storages
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Read copies inside, which are dropped at the end."""

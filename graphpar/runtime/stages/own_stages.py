@@ -76,6 +76,8 @@ class OwnStages:
         self.modules, self.casts = [module for module, _ in stored], [casts for _, casts in stored]
         if not program.fully_sharded:  # FSDP2 shards each stage by itself
             share_parameters(self.modules, program.ties)
+            for casts in self.casts[1:]:
+                casts.share(self.casts[0])
         draw_in_one_kernel(self.package, device)
         for module in self.modules:
             load_constants(module, program.folder / CONSTANTS, program, groups.place)

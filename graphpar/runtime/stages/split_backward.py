@@ -35,7 +35,8 @@ from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 
 
 def guard(stage: PipelineStage, *, whole: bool = False) -> None:
-    """At the first forward of ``stage``, make its backward whole if splitting it would be wrong, else find what it returns as copies.
+    """At the first forward of ``stage``, and at one after which other parameters are trained, make its backward whole if splitting it would
+    be wrong, else find what it returns as copies.
 
     ``whole``: it is made whole anyway, as where blocks run again in the backward: each half would run them again.
     """
@@ -45,24 +46,23 @@ def guard(stage: PipelineStage, *, whole: bool = False) -> None:
         stage.dw_builder = _nothing_left
         return
 
-    copied: list[int] | None = None
+    copied, looked_at = list[int](), list[bool]()
 
     def check(module: nn.Module, received: tuple[Tensor, ...], output: Any) -> Any:
-        nonlocal copied
+        nonlocal copied, looked_at
         if not torch.is_grad_enabled():
             return output
         outputs = output if isinstance(output, tuple) else (output,)
-        if copied is None:
-            exact = splits_exactly(outputs, received, module.parameters())
-            if not exact:
-                stage.dw_builder = _nothing_left
-            copied = _read_by_others(outputs) if exact else []
-            if not copied:
-                handle.remove()
+        parameters = list(module.parameters())  # of sharded state what is gathered
+        trained = [True, *(parameter.requires_grad for parameter in parameters)]
+        if trained != looked_at:
+            exact = splits_exactly(outputs, received, parameters)
+            stage.dw_builder = None if exact else _nothing_left
+            copied, looked_at = _read_by_others(outputs) if exact else [], trained
         ready = tuple(tensor.clone() if place in copied else tensor for place, tensor in enumerate(outputs))
         return ready if isinstance(output, tuple) else ready[0]
 
-    handle = stage.submod.register_forward_hook(check)
+    stage.submod.register_forward_hook(check)
 
 
 def is_whole(stage: PipelineStage) -> bool:
