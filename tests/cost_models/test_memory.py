@@ -295,7 +295,6 @@ def test_a_rank_holds_what_the_runtime_makes() -> None:
         assert memory.parameters == memory.gradients == sum(value.nbytes for value in module.parameters())
         assert memory.buffers == sum(value.nbytes for value in module.buffers())
         assert memory.optimizer == 2 * memory.parameters
-        assert memory.buckets == parts.program.parameters["transformer.wte.weight"].nbytes  # tied over both ranks
     received = 2 * 16 * 64 * 4
     assert [_memory(case, rank).boundaries for rank in (0, 1)] == [2 * received] * 2  # one that arrives, one on its way
     saved = [activations_of(*case).saved(stage, 2).total for stage in parts.stages]

@@ -225,7 +225,11 @@ def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, tmp_
 
 _MOMENTS: dict[str, dict[str, Any]] = {
     "gradients come as activations go": {"mesh": {"dp_replicate": 2}, "global_batch": 8},
-    "buckets are filled when activations are gone": {"mesh": {"dp_replicate": 2}, "recompute": "full", "global_batch": 8},
+    "buckets are filled when activations are gone": {
+        "mesh": {"dp_replicate": 2},
+        "recompute": "full",
+        "global_batch": 8,
+    },
     "gradients are added up": {"mesh": {"dp_replicate": 2}, "global_batch": 32},
     "ZeRO 1": {"mesh": {"dp_shard": 4}, "zero": 1, "recompute": "full", "global_batch": 16},
     "ZeRO 2": {"mesh": {"dp_shard": 4}, "zero": 2, "global_batch": 64},

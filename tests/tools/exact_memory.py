@@ -293,22 +293,22 @@ def rank_memory(
     if not own:
         raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {plan.mesh.pp - 1}.")
     measured = activations or Activations(program, plan.mesh.degrees())
-    held = Memory(
-        inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, execution or Execution())
-    )
+    held = Memory(inputs=_input_bytes(program, plan, own), **_held(program, own, execution or Execution()))
     boundaries = _boundary_bytes(program, plan, stages, own)
     if program.mode == "train":
         table = table_of(plan)
         split = {action.stage for _, _, _, action in table.actions() if action.kind == "W"}
         costs = {stage.index: _stage_cost(plan, stage, measured, own, stage.index in split) for stage in own}
         kept, transient = activation_peak(table, rank, costs, holds_messages=_holds_messages(plan))
+        one = max(cost.kept for cost in costs.values()) if plan.mesh.pp > 1 else 0  # the last microbatch may be there
+        transient = max(transient, _bucket_bytes(program, plan, stages, own) + one - kept)
         if not _holds_messages(plan) and len(stages) > 1:
             boundaries += max(max(cost.sent, cost.returned) for cost in costs.values())  # the last message on its way
     else:
         passes = [measured.passes(stage, plan.microbatch_size) for stage in own]
         kept = plan.microbatches * sum(each.kept for each in passes)  # what is sent lives until all of it is
         transient = max(each.forward - each.kept for each in passes)
-    slack = math.ceil(ALLOCATOR_SLACK * (kept + transient + held.buckets))
+    slack = math.ceil(ALLOCATOR_SLACK * (kept + transient))
     parts = {part.name: getattr(held, part.name) for part in fields(held)}
     return Memory(**parts | {"boundaries": boundaries, "activations": kept, "transient": transient, "slack": slack})
 
@@ -316,9 +316,7 @@ def rank_memory(
 # ---- what is there all the time ----------------------------------------------------------------------------------
 
 
-def _held(
-    program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage], execution: Execution
-) -> dict[str, int]:
+def _held(program: Program, own: Sequence[Stage], execution: Execution) -> dict[str, int]:
     """Parameters and what follows from them; a tied one is there once, or in each stage where these are sharded."""
     parameters: list[tuple[str, TensorInfo]] = []
     buffered = 0
@@ -344,7 +342,6 @@ def _held(
         "gradients": execution.divided(gradients, 2),
         "main_copies": execution.divided(main, 1),
         "optimizer": execution.divided(round(updated * execution.optimizer.tensors), 1),
-        "buckets": _bucket_bytes(program, plan, stages, trained),
     }
 
 
@@ -353,17 +350,17 @@ def _distinct(program: Program, stage: Stage) -> Iterator[str]:
     return iter(dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)))
 
 
-def _bucket_bytes(
-    program: Program, plan: Plan, stages: Sequence[Stage], trained: Sequence[tuple[str, TensorInfo]]
-) -> int:
+def _bucket_bytes(program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage]) -> int:
     """The largest bucket: while it is filled, its gradients are there twice."""
+    names = [name for stage in own for name in _distinct(program, stage) if name in program.parameters]
+    trained = {name: program.parameters[name] for name in names if program.parameters[name].requires_grad}
     holders: dict[str, set[int]] = {}
     for entry in plan.stages:
         for name in _distinct(program, stages[entry.index]):
             holders.setdefault(name, set()).add(entry.rank)
     degrees = plan.mesh.degrees()
     groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[torch.Tensor]] = {}
-    for name, info in reversed(dict(trained).items()):
+    for name, info in reversed(trained.items()):
         axes = [axis for axis, kind in info.spec if kind == R and degrees[axis] > 1]
         axes += ["dp_replicate"] if degrees["dp_replicate"] > 1 else []
         shared = tuple(sorted(holders[name])) if len(holders[name]) > 1 else ()
