@@ -11,12 +11,13 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import graphpar
 from graphpar.cli.output import USER_ERROR
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.launching.arguments import input_file, positive, token_ids, whole
+from graphpar.runtime.launching.arguments import checkpoint_folder, input_file, positive, token_ids, whole
 from graphpar.runtime.option_kinds import COUNT, MODES, SECONDS, TRAIN_GENERATE
 from graphpar.runtime.options import Option, Request, flag_of, options_of
 
@@ -83,6 +84,10 @@ def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 count, seconds = typed(COUNT.parse), typed(SECONDS.parse)
+
+
+def _checkpoints(text: str) -> Path:
+    return checkpoint_folder(str(input_file(text)))  # as train.py reads it
 
 
 def _counts(text: str) -> list[int]:
@@ -316,7 +321,7 @@ def _resume(parser: Parser) -> None:
     parser.add_argument("--devices", type=count, metavar="N", help="how many devices there are now")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="which, where they are not of the kind and the nodes of before")
     parser.add_argument("-o", "--new", metavar="DIR", help="where to write the program (default: OUT-Ndev, next to OUT)")
-    parser.add_argument("--checkpoint", type=input_file, metavar="DIR", help="then train here from the latest of these checkpoints")
+    parser.add_argument("--checkpoint", type=_checkpoints, metavar="DIR", help="then train here from the latest of these checkpoints")
     parser.add_argument("--steps", type=count, help="steps in all (default: those that training was started with)")
     parser.add_argument("--no-run", action="store_true", help="write the program only, even with --checkpoint")
     parser.add_argument("--force", action="store_true", help="leave out edits of files that depend on the plan, and of the model file")
