@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import graphpar
 from graphpar.cli.output import USER_ERROR
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.launching.arguments import checkpoint_folder, input_file, positive, token_ids, whole
+from graphpar.runtime.launching.arguments import checkpoint_folder, input_file, positive, token_ids, train_parser, whole
 from graphpar.runtime.option_kinds import COUNT, MODES, SECONDS, TRAIN_GENERATE
 from graphpar.runtime.options import Option, Request, flag_of, options_of
 
@@ -45,7 +45,11 @@ class Parser(argparse.ArgumentParser):
         if name is None:
             return f"{self.prog} takes no further argument, but got {arguments[0]!r}."
         known = [option for action in self._actions for option in action.option_strings]
-        return f"{self.prog} has no option {name}.{near_match(name, known)}"
+        close = near_match(name, known)
+        runs = self.prog.endswith(" run") or (self.prog.endswith(" compile") and not close)
+        if runs and name in train_parser("")._option_string_actions:
+            close = " It is one of train.py: start OUT/launch.sh, or OUT/train.py under torchrun, with it."
+        return f"{self.prog} has no option {name}.{close}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in (*action.choices, ""):  # an empty one is refused below
@@ -192,6 +196,7 @@ def _compile(parser: Parser) -> None:
     add("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
     add("--run", action="store_true", help="then run it on local processes")
     add("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")
+    add("--cuda-graphs", action="store_true", help="--run replays forwards and backwards as one CUDA graph where they can be")
 
 
 _DRAWN = {

@@ -125,6 +125,7 @@ def test_it_runs_as_a_module() -> None:
         (["compile", "m.py", "--top", "-1"], "--top: it is -1; it must be at least 0"),
         (["compile", "m.py", "--run", "--steps", "0"], "--steps: it is 0"),
         (["run", "out", "--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["run", "out", "--lr", "1"], "graphpar run has no option --lr. It is one of train.py"),
         (["calibrate", "--patience", "nan"], "--patience: it is nan"),
         *(
             (["compile", "m.py", option, ""], f"{option} is empty")
@@ -597,6 +598,7 @@ def test_a_class_without_arguments_is_a_factory(folder: Path, capsys: pytest.Cap
 
 def test_what_generates_is_not_run_without_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs prompts: leave --run out" in message(capsys, "compile", GPT, "--mode", "generate", "--run")
+    assert "--cuda-graphs is for --run" in message(capsys, "compile", GPT, "--cuda-graphs")
 
 
 def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

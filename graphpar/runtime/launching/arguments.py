@@ -64,6 +64,11 @@ class _Parser(argparse.ArgumentParser):
 
 def train_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that trains; end with a sentence where a value is wrong or an option would be ignored."""
+    return parsed(train_parser(description))
+
+
+def train_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of a script that trains."""
     parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10)
     parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
@@ -121,7 +126,7 @@ def train_arguments(description: str) -> argparse.Namespace:
         "--check-replicas", type=count, metavar="N", help="every N steps, compare what ranks should have equal"
     )
     _add_common(parser, "trained weights", "loss, gradient norm and seconds of every step")
-    return parsed(parser)
+    return parser
 
 
 def infer_arguments(description: str) -> argparse.Namespace:
