@@ -293,6 +293,6 @@ class Positions(grpo.GPT):
 def test_what_to_pin_is_said_where_generation_can_not_use_what_training_stores() -> None:
     tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
     program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
-    with pytest.raises(GraphparError, match='can\'t generate.* as {"positions": "I@tp"} in a --shard-plan'):
+    with pytest.raises(GraphparError, match="pin it, such as"):
         gp.partition(program, gp.plan(program, mesh="tp=2"))
     gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "I@tp"}))

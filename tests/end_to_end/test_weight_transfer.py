@@ -329,7 +329,11 @@ def test_a_launch_says_for_which_other_one_it_waits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
+    for wrong, why in {"10.0.0.1:99999": "is no address", address: "have no process group yet"}.items():
+        with pytest.raises(RuntimeProgramError, match=why):
+            Peers(wrong, sends=False)
     monkeypatch.setattr(weight_transfer, "QUIET_S", 0.3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(
@@ -338,6 +342,8 @@ def test_a_launch_says_for_which_other_one_it_waits(
         Peers(address, sends=False, timeout_s=1)
     said = f"waiting for the launch that sends weights to come to {address}, 0 s so far\n"
     assert capsys.readouterr().err.count(said) == 1
+    with socket.create_server(("", 0)) as taken, pytest.raises(RuntimeProgramError, match="is in use on this machine"):
+        Peers(f"127.0.0.1:{taken.getsockname()[1]}", sends=True, timeout_s=1)
     with weight_transfer._waiting("another"):
         pass
     assert not capsys.readouterr().err

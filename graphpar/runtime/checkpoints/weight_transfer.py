@@ -157,15 +157,19 @@ class Peers:
         timeout_s: how long to wait for the other launch, and for each message.
 
     Raises:
-        RuntimeProgramError: the other launch does not come.
+        RuntimeProgramError: the other launch does not come, or the sending one can't listen there.
     """
 
     def __init__(
         self, address: str, *, sends: bool, device: torch.device | str = "cpu", timeout_s: float = 600.0
     ) -> None:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise RuntimeProgramError(f"{address!r} is no address; write host:port, such as 10.0.0.1:29600")
+        if not dist.is_initialized():
+            raise RuntimeProgramError(
+                "Peers are of the ranks of a launch, which have no process group yet: see start()"
+            )
         rank, size, where, timeout = (
             dist.get_rank(), dist.get_world_size(), torch.device(device), timedelta(seconds=timeout_s),
         )  # fmt: skip
@@ -179,6 +183,8 @@ class Peers:
                     self._store.set(sizes[not sends], str(size))
                 senders, receivers = (int(self._store.get(each)) for each in sizes)
         except (OSError, dist.DistError) as error:
+            if "EADDRINUSE" in str(error):
+                raise RuntimeProgramError(f"{address} is in use on this machine; name another port") from error
             raise RuntimeProgramError(f"{other} has not come to {address} within {timeout_s:g} s") from error
         own = rank if sends else senders + rank
         group = group_of(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
