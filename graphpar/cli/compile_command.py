@@ -127,7 +127,9 @@ def run(options: argparse.Namespace) -> Result:
         return Result(data, show)
     if not options.json:
         show(stdout_console())  # before the steps, which are printed as they end
-    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=options.compile)
+    ran = data["run"] = run_command.launch(
+        folder, options.steps or 10, compile=options.compile, cuda_graphs=options.cuda_graphs
+    )
     return Result(data, lambda console: run_command.show(ran, console))
 
 
@@ -188,6 +190,8 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
+    if options.cuda_graphs and not options.run:
+        raise GraphparError("--cuda-graphs is for --run; give --run too, or give it to train.py.")
     asked_precision(options, options.cluster)
     if options.skip is not None:
         check_skipped(PASSES, _names(options.skip))

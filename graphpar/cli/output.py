@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.runtime.checkpoints.folders import RECORD
 from graphpar.text import wrapped
 
 if TYPE_CHECKING:
@@ -194,17 +195,21 @@ def check_writable(path: str | Path) -> None:
         raise GraphparError(f"{target} can't be written: {error.strerror or error}.") from error
 
 
-def program_folder(path: str | Path) -> Path:
-    """Check that ``path`` is the folder of an emitted program.
+def program_folder(path: str | Path, *, runs: bool = True) -> Path:
+    """Check that ``path`` is the folder of an emitted program; unless it ``runs``, of a plan, as a checkpoint is.
 
     Raises:
         GraphparError: it is not; the message says what is there instead.
     """
     folder = Path(path)
+    if runs and (folder / RECORD).is_file():
+        raise GraphparError(f"{folder} is a checkpoint; name the folder that graphpar compile wrote.")
     if (folder / "plan.json").is_file():
         return folder
     if folder.is_dir():
-        raise GraphparError(f"{folder} holds no graphpar program: there is no plan.json in it.")
+        raise GraphparError(
+            f"{folder} holds no graphpar program: there is no plan.json in it; name the folder that graphpar compile wrote."
+        )
     if folder.exists():
         raise GraphparError(f"{folder} is a file; name the folder that graphpar compile wrote.")
     parent = folder.parent

@@ -11,12 +11,13 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import graphpar
 from graphpar.cli.output import USER_ERROR
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.launching.arguments import input_file, positive, token_ids, whole
+from graphpar.runtime.launching.arguments import checkpoint_folder, input_file, positive, token_ids, train_parser, whole
 from graphpar.runtime.option_kinds import COUNT, MODES, SECONDS, TRAIN_GENERATE
 from graphpar.runtime.options import Option, Request, flag_of, options_of
 
@@ -44,7 +45,11 @@ class Parser(argparse.ArgumentParser):
         if name is None:
             return f"{self.prog} takes no further argument, but got {arguments[0]!r}."
         known = [option for action in self._actions for option in action.option_strings]
-        return f"{self.prog} has no option {name}.{near_match(name, known)}"
+        close = near_match(name, known)
+        runs = self.prog.endswith(" run") or (self.prog.endswith(" compile") and not close)
+        if runs and name in train_parser("")._option_string_actions:
+            close = " It is one of train.py: start OUT/launch.sh, or OUT/train.py under torchrun, with it."
+        return f"{self.prog} has no option {name}.{close}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in (*action.choices, ""):  # an empty one is refused below
@@ -83,6 +88,10 @@ def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 count, seconds = typed(COUNT.parse), typed(SECONDS.parse)
+
+
+def _checkpoints(text: str) -> Path:
+    return checkpoint_folder(str(input_file(text)))  # as train.py reads it
 
 
 def _counts(text: str) -> list[int]:
@@ -187,6 +196,7 @@ def _compile(parser: Parser) -> None:
     add("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
     add("--run", action="store_true", help="then run it on local processes")
     add("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")
+    add("--cuda-graphs", action="store_true", help="--run replays forwards and backwards as one CUDA graph where they can be")
 
 
 _DRAWN = {
@@ -316,7 +326,7 @@ def _resume(parser: Parser) -> None:
     parser.add_argument("--devices", type=count, metavar="N", help="how many devices there are now")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="which, where they are not of the kind and the nodes of before")
     parser.add_argument("-o", "--new", metavar="DIR", help="where to write the program (default: OUT-Ndev, next to OUT)")
-    parser.add_argument("--checkpoint", type=input_file, metavar="DIR", help="then train here from the latest of these checkpoints")
+    parser.add_argument("--checkpoint", type=_checkpoints, metavar="DIR", help="then train here from the latest of these checkpoints")
     parser.add_argument("--steps", type=count, help="steps in all (default: those that training was started with)")
     parser.add_argument("--no-run", action="store_true", help="write the program only, even with --checkpoint")
     parser.add_argument("--force", action="store_true", help="leave out edits of files that depend on the plan, and of the model file")

@@ -19,10 +19,12 @@ def read_record(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Find the file that ``path`` names, and read the JSON object in it."""
     file = Path(path)
     if file.is_dir() or not (file.suffix or file.exists()):
-        file = program_folder(file) / "plan.json"
+        file = program_folder(file, runs=False) / "plan.json"
     if not file.is_file():
         others = [entry.name for entry in file.parent.glob("*.json")] if file.parent.is_dir() else []
         raise GraphparError(f"There is no plan {file}.{near_match(file.name, others)}")
+    if file.suffix == ".py":
+        raise GraphparError(f"{file} is no plan; name the folder that graphpar compile wrote, or the plan.json in it.")
     try:
         return file, read_object(file)
     except RuntimeProgramError as error:

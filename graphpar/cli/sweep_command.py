@@ -23,7 +23,7 @@ from graphpar.passes.planning.planned import Planned
 from graphpar.report.charts import throughput_svg
 from graphpar.report.page import sheet, table
 from graphpar.report.phrases import mesh_text
-from graphpar.text import bytes_text, rate_text, seconds_text, share_text
+from graphpar.text import bytes_text, rate_text, share_text, spread_text
 
 _HEAD = [
     "cluster",
@@ -60,6 +60,7 @@ class _Outcome:
     microbatches: int | None = None
     microbatch_size: int | None = None
     step_time_s: float | None = None
+    spread_s: float | None = None
     rows_per_s: float | None = None
     mfu: float | None = None
     peak_memory_bytes: int | None = None
@@ -137,6 +138,7 @@ def _of_plan(cluster: str, plan: Planned) -> _Outcome:
         plan.microbatches,
         plan.microbatch_size,
         predicted.step_time_s,
+        predicted.spread_s,
         plan.global_batch / predicted.step_time_s,
         predicted.mfu,
         max(predicted.peak_memory_bytes),
@@ -157,7 +159,7 @@ def _cells(row: _Outcome) -> list[str]:
         str(row.zero),
         recompute,
         f"{row.microbatches} x {row.microbatch_size}",
-        seconds_text(row.step_time_s),
+        spread_text(row.step_time_s, row.spread_s or 0.0),
         rate_text(row.rows_per_s),
         share_text(row.mfu),
         bytes_text(row.peak_memory_bytes or 0),

@@ -25,7 +25,9 @@ from graphpar.text import bytes_text, plural, seconds_text, share_text, spread_t
 
 def run(options: argparse.Namespace) -> Result:
     """Price the plans beside ``options.plan`` under what else is given."""
-    given = given_options(options)
+    path, record = read_record(options.plan)
+    plan = read_plan(path, record)
+    kept, given = _kept(path, plan), given_options(options)
     if "cluster" in given:
         given["cluster"] = Cluster.parse(given["cluster"])
     if "mesh" in given:
@@ -35,9 +37,7 @@ def run(options: argparse.Namespace) -> Result:
         raise GraphparError(
             "Give what is to be different: --network 0.5x, --batch, --devices, --cluster, --microbatch-size, --memory-headroom or --mesh."
         )
-    path, record = read_record(options.plan)
-    plan = read_plan(path, record)
-    answer = what_if(_kept(path, plan), change, plan)
+    answer = what_if(kept, change, plan)
     data = {"change": _said(change), **answer.to_json()}
     return Result(data, lambda console: _show(console, answer, change))
 

@@ -357,6 +357,10 @@ while [[ ${1:-} == --min-nodes || ${1:-} == --max-nodes ]]; do
     if [[ $1 == --min-nodes ]]; then least=${2:-none}; else most=${2:-none}; fi
     shift $(($# < 2 ? $# : 2))
 done
+if [[ " $* " == *" --min-nodes"[[:space:]=]* || " $* " == *" --max-nodes"[[:space:]=]* ]]; then
+    echo "launch.sh: --min-nodes A --max-nodes B come before all other options, without =" >&2
+    exit 2
+fi
 """
 
 _START = """if [[ -n $least$most ]]; then
@@ -371,6 +375,14 @@ _START = """if [[ -n $least$most ]]; then
     fi
     conf=keep_alive_interval=5 endpoint="$HEAD:${{PORT:-29500}}"
     if [[ $HEAD == */* ]]; then conf=store_type=file endpoint=$(realpath -m "$HEAD"); fi
+    if [[ $HEAD == */* && (-d $HEAD || ! -w ${{HEAD%/*}}/) ]]; then
+        echo "launch.sh: HEAD=$HEAD can't be written; it must be a new file in a folder that all nodes share" >&2
+        exit 2
+    fi
+    if [[ ! -w $here/.. ]]; then
+        echo "launch.sh: $(dirname "$here") can't be written, where programs for other numbers of nodes are to be" >&2
+        exit 2
+    fi
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # the ranks' own store is a new one after each change
     exec torchrun --nnodes "$least:$most" --nproc-per-node "$devices" --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}" \\
         --rdzv-backend c10d --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\

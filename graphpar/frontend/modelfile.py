@@ -121,8 +121,8 @@ def find_model_file(folder: Path, reference: str) -> Path | str:
     if not reference.endswith(".py"):
         return reference
     raise GraphparError(
-        f"{folder / 'plan.json'} names the model file {reference!r}, but there is no {path}. "
-        "If it was moved, compile it again."
+        f"{folder / 'plan.json'} names the model file {reference!r}, relative to its folder, but there is no {path}. If one of the two was "
+        f"moved, move it back, or compile the file again, with --plan {folder / 'plan.json'} for the same plan."
     )
 
 
@@ -170,7 +170,7 @@ def _execute(resolved: Path, shown: Path) -> ModuleType:
 
 
 def _import_dotted(name: str) -> ModuleType:
-    if Path(name).is_dir() and not (Path(name) / "__init__.py").is_file():
+    if Path(name).is_dir() and (not (Path(name) / "__init__.py").is_file() or (Path(name) / "plan.json").is_file()):
         raise GraphparError(f"{name} is a folder; name the Python file in it that holds the model.")
     with _importable(Path.cwd()):
         try:

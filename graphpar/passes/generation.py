@@ -72,7 +72,13 @@ def generating_of(trained: Program, plan: Planned) -> tuple[Program, Planned]:
         sharding=replace(plan.sharding, parameters=parameters, loss_chunk=0, expert_room=None),
         **decided(decisions),
     )
-    found = placed_as_stored(program, alike)
+    try:
+        found = placed_as_stored(program, alike)
+    except GraphparError as error:
+        raise GraphparError(
+            f"With the weights as training stores them the model can't generate: {error} Where a table of positions is sharded, pin it, "
+            'such as {"positions": "I@tp"} in a --shard-plan; or compile a program for generation of its own and send it the weights.'
+        ) from error
     stages = split(found.local, positions_of(found.local, plan.split_points))
     places = [StageRecord(stage.index, plan.stages[stage.index].rank, stage.modules) for stage in stages]
     fields = vars(alike) | {"stages": tuple(places), "sharding": found.sharding}

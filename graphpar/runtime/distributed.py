@@ -290,6 +290,16 @@ def fail(error: Exception, program: str | Path | None = None) -> None:
     Args:
         program: the emitted folder, whose plan says how much memory a rank needs.
     """
+    status = report(error, program, before_exit)
+    if "RANK" not in os.environ:  # no other rank waits, and a notebook goes on
+        raise SystemExit(status) from error
+    os._exit(status)
+
+
+def report(
+    error: Exception, program: str | Path | None = None, then: Callable[[str, bool], None] = lambda error, lost: None
+) -> int:
+    """Write ``error`` where torchrun looks for it, do ``then``, and print it; returns the exit status of this rank."""
     cause = root_cause(error)
     secondary = lost_peer(error)
     rank = int(os.environ.get("RANK", "0"))
@@ -319,16 +329,13 @@ def fail(error: Exception, program: str | Path | None = None) -> None:
         Path(path).write_text(
             json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}), encoding="utf-8"
         )
-    before_exit(message, secondary)
+    then(message, secondary)
     if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and int(os.environ.get("LOCAL_RANK", "0"))):
-        named = "" if isinstance(cause, AgreedError) and message.startswith("rank") else f"[rank {rank}] "
+        named = "" if isinstance(cause, AgreedError) else f"[rank {rank}] "
         sys.stderr.write("".join(f"{named}{line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()
     sys.stderr.flush()
-    status = USER_ERROR if user else 1
-    if "RANK" not in os.environ:  # no other rank waits, and a notebook goes on
-        raise SystemExit(status) from error
-    os._exit(status)
+    return USER_ERROR if user else 1
 
 
 def _await_torchrun(error: str, lost: bool) -> None:

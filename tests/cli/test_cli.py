@@ -125,6 +125,7 @@ def test_it_runs_as_a_module() -> None:
         (["compile", "m.py", "--top", "-1"], "--top: it is -1; it must be at least 0"),
         (["compile", "m.py", "--run", "--steps", "0"], "--steps: it is 0"),
         (["run", "out", "--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["run", "out", "--lr", "1"], "graphpar run has no option --lr. It is one of train.py"),
         (["calibrate", "--patience", "nan"], "--patience: it is nan"),
         *(
             (["compile", "m.py", option, ""], f"{option} is empty")
@@ -365,6 +366,23 @@ def test_a_file_in_the_place_of_a_folder_and_a_folder_in_that_of_a_file(
     assert "models is a folder; name the Python file in it" in message(capsys, "compile", "./models")
 
 
+def test_what_is_no_program_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint has a plan, and an emitted folder is a package; neither is taken for what is asked for."""
+    for name, files in {"ck/5": ("checkpoint.json", "plan.json"), "out": ("__init__.py", "plan.json")}.items():
+        (folder / name).mkdir(parents=True)
+        for file in files:
+            (folder / name / file).write_text("{}")
+    (folder / "model.py").touch()
+    for command in (["run", "ck/5"], ["verify", "ck/5"], ["check", "ck/5"], ["resume", "ck/5", "--devices", "2"]):
+        assert "ck/5 is a checkpoint; name the folder that graphpar compile wrote" in message(capsys, *command)
+    for command in (["report", "model.py"], ["what-if", "model.py"], ["diff", "model.py", "out"]):
+        assert "model.py is no plan; name the folder that graphpar compile wrote" in message(capsys, *command)
+    for command in (["compile", "out"], ["estimate", "out"], ["sweep", "out", "--cluster", "2xCPU"]):
+        assert "out is a folder; name the Python file" in message(capsys, *command)
+    assert "There is no folder missing" in message(capsys, "what-if", "missing")  # before what is to be different
+    assert "ck/5 is itself a checkpoint" in message(capsys, "resume", "out", "--devices", "2", "--checkpoint", "ck/5")
+
+
 def test_steps_of_a_training_that_goes_on_are_those_made_now(capsys: pytest.CaptureFixture[str]) -> None:
     run_command.show({"steps": 6, "seconds": 2.0, "step_seconds": [0.5], "predicted": None}, stdout_console())
     assert capsys.readouterr().out == "\n 1 step in 2.0 s, including the start of the processes\n"
@@ -580,6 +598,7 @@ def test_a_class_without_arguments_is_a_factory(folder: Path, capsys: pytest.Cap
 
 def test_what_generates_is_not_run_without_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs prompts: leave --run out" in message(capsys, "compile", GPT, "--mode", "generate", "--run")
+    assert "--cuda-graphs is for --run" in message(capsys, "compile", GPT, "--cuda-graphs")
 
 
 def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,3 +273,26 @@ def test_what_can_not_generate_is_refused() -> None:
     )
     with pytest.raises(GraphparError, match="mesh dp_expert=2 is for training"):
         gp.partition(program, gp.plan(program, mesh={"dp_expert": 2}))
+
+
+class Positions(grpo.GPT):
+    """Its table of positions is a parameter, which training on tp divides with the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.nn.Parameter(torch.zeros(grpo.POSITIONS, grpo.WIDTH))  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions[: tokens.size(1)]  # type: ignore[index]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.costly
+def test_what_to_pin_is_said_where_generation_can_not_use_what_training_stores() -> None:
+    tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
+    with pytest.raises(GraphparError, match="pin it, such as"):
+        gp.partition(program, gp.plan(program, mesh="tp=2"))
+    gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "I@tp"}))

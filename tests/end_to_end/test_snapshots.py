@@ -104,6 +104,7 @@ def test_the_newest_intact_snapshot_of_the_latest_checkpoint_is_taken_up(
 
     (folder / "snapshots").unlink()  # on purpose from the checkpoint
     assert alone(one, bench, folder, memory, 6) == (4, straight[4:6])
+    assert f"training goes on from the checkpoint {folder / '4'}" in capfd.readouterr().out
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))  # another run, whose snapshots these are not
     assert alone(one, bench, copy, memory, 6) == (4, straight[4:6])
     shutil.rmtree(folder / "4")

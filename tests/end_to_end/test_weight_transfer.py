@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import graphpar as gp
+from graphpar.runtime import Peers
+from graphpar.runtime.checkpoints import weight_transfer
+from graphpar.runtime.errors import RuntimeProgramError
 from tests.end_to_end.test_checkpoint import EXPERTS, LAYOUTS, MORE
 from tests.models.engine_layouts import Sizes, engine_parameters
 from tests.ranks import checkpoint_script as fixture
@@ -319,6 +323,30 @@ def test_ranks_that_train_send_to_those_of_another_engine(pool: RankPool, progra
     for rank in range(4):
         found = load_file(f"{sent_to}.{rank}")
         assert_equal(found, engine_parameters(weights, Sizes(**SIZES["llama"]), (rank, 4)), f"rank {rank}")
+
+
+def test_a_launch_says_for_which_other_one_it_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for wrong, why in {"10.0.0.1:99999": "is no address", address: "have no process group yet"}.items():
+        with pytest.raises(RuntimeProgramError, match=why):
+            Peers(wrong, sends=False)
+    monkeypatch.setattr(weight_transfer, "QUIET_S", 0.3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(
+        RuntimeProgramError, match=f"the launch that sends weights has not come to {address} within 1 s"
+    ):
+        Peers(address, sends=False, timeout_s=1)
+    said = f"waiting for the launch that sends weights to come to {address}, 0 s so far\n"
+    assert capsys.readouterr().err.count(said) == 1
+    with socket.create_server(("", 0)) as taken, pytest.raises(RuntimeProgramError, match="is in use on this machine"):
+        Peers(f"127.0.0.1:{taken.getsockname()[1]}", sends=True, timeout_s=1)
+    with weight_transfer._waiting("another"):
+        pass
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.costly

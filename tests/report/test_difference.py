@@ -17,7 +17,7 @@ from graphpar.cli.trace import export_file
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
 from graphpar.report.phrases import PART_NAMES
-from graphpar.text import bytes_text, seconds_text
+from graphpar.text import bytes_text, seconds_text, spread_text
 
 MODEL = """
 import torch
@@ -28,10 +28,10 @@ example_targets = torch.zeros(8, 256)
 """
 
 
-def _side(name: str, width: int = 8, **asked: object) -> Side:
+def _side(name: str, width: int = 8, cluster: str = "2xCPU", **asked: object) -> Side:
     layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     program = gp.export(layers, (torch.ones(8, width),), loss_fn=lambda y: y.square().mean())
-    plan: Plan = gp.plan(program, "2xCPU", **asked)  # type: ignore[arg-type]
+    plan: Plan = gp.plan(program, cluster, **asked)  # type: ignore[arg-type]
     return Side(name, plan, json.loads(gp.partition(program, plan).files["report.json"])["report"])
 
 
@@ -82,6 +82,13 @@ def test_other_batches_are_compared_for_each_row() -> None:
     assert f"the difference is {seconds_text(abs(each))} a row." in data["summary"]
 
 
+def test_plans_for_devices_of_several_kinds() -> None:
+    mixed, equal = (_side(on, cluster=on, mesh="pp=2,dp_replicate=2") for on in ("2xH100+2xA100", "4xH100"))
+    data = difference(mixed, equal)
+    assert mixed.predicted is not None and data["times"][0]["a"] == mixed.predicted["step_time_s"]
+    assert "2xH100-SXM-80GB+2xA100-SXM-80GB" in "\n".join(difference_lines(data))
+
+
 def test_plans_for_other_models_and_without_predictions() -> None:
     a, other = _side("a", mesh="pp=2"), _side("other", width=4, mesh="pp=2")
     with pytest.raises(gp.GraphparError, match=r"parameters .*one model"):
@@ -113,6 +120,7 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     assert all(not row["fits"] and not row["refused"] and "too much" in row["why_not"] for row in rows[2:])
     assert main(command) == 0
     table = capsys.readouterr().out
+    assert all(spread_text(row["step_time_s"], row["spread_s"]) in table for row in rows[:2] if row["spread_s"] > 0)
     assert all(bytes_text(row["peak_memory_bytes"]) in table and "e+" not in table for row in rows[:2])
     page = Path("s.html").read_text()
     assert "<svg" in page and "batch 16" in page and "<script" not in page

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from graphpar.runtime.launching.arguments import (
     parsed,
     positive,
     replaced_file,
+    train_arguments,
     whole,
 )
 
@@ -80,6 +83,26 @@ def test_no_option_is_ignored(
     with pytest.raises(SystemExit) as ended:
         parsed(parser)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_wrong_option_is_one_line_of_all_ranks(
+    local_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr("sys.argv", ["out/train.py", "--stepz", "3"])
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(local_rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("GRAPHPAR_LAUNCHED", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        train_arguments("Train.")
+
+    said = "there is no option --stepz. Did you mean '--steps'? (train.py --help lists the options)"
+    assert ended.value.code == 2 and json.loads((tmp_path / "error.json").read_text())["message"]["message"] == said
+    assert capsys.readouterr().err == ("" if local_rank else f"error: {said}\n")
+    assert bool(slept) == bool(local_rank)  # the first rank comes before torchrun ends all
 
 
 def test_a_latest_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:

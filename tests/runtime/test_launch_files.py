@@ -196,10 +196,19 @@ def test_a_job_whose_time_is_nearly_up_saves(program: Path, tmp_path: Path) -> N
         (["--min-nodes", "1", "--max-nodes", "2"], "--min-nodes needs HEAD, the same on all nodes, and --checkpoint"),
         (["--min-nodes", "3", "--checkpoint", "ck"], "--min-nodes 3 --max-nodes 1 must be whole numbers above 0"),
         (["--max-nodes"], "--min-nodes  --max-nodes none must be whole numbers above 0"),
+        (["--steps", "3", "--min-nodes", "1"], "--min-nodes A --max-nodes B come before all other options"),
+        (["--min-nodes=1"], "come before all other options, without ="),
+        (["--min-nodes", "1", "--checkpoint", "ck"], "HEAD=missing/meet can't be written; it must be a new file"),
     ],
 )
 def test_what_is_wrong_with_bounds_of_nodes_is_said(program: Path, arguments: list[str], message: str) -> None:
-    ended = subprocess.run([program / "launch.sh", *arguments], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [program / "launch.sh", *arguments],
+        env={**os.environ, "HEAD": "missing/meet"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
     assert ended.returncode == 2 and message in ended.stderr
 

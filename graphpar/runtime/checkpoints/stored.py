@@ -398,6 +398,8 @@ class Stored:
                 print(f"training goes on from the snapshot of step {loaded.step} in {memory}", flush=True)
         if loaded is None and any(gather_objects(is_in(path))):
             loaded = self.load_checkpoint(path, optimizer)
+            if self.reports:
+                print(f"training goes on from the checkpoint {loaded.path}", flush=True)
         for name, value in self._settings(optimizer).items() if self.reports and loaded is not None else ():
             if value != requested[name]:
                 print(f"{name}: {value}, that of the checkpoint, not {requested[name]}", flush=True)

@@ -14,6 +14,8 @@ import hashlib
 import math
 import pickle
 import socket
+import sys
+import threading
 import time
 import zlib
 from collections import defaultdict
@@ -59,6 +61,8 @@ from graphpar.runtime.errors import RuntimeProgramError
 
 FEW = 4
 """At most one in so many different values of processes travel one by one."""
+QUIET_S, AGAIN_S = 10.0, 60.0
+"""After how long a launch that waits for another one says so, and how often then."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Channel:
-    """Processes that exchange weights: their group, this one's number in it, and which of them send and receive."""
+    """Processes that exchange weights: their group, this one's number in it, which of them send and receive, and the other launch."""
 
     group: ProcessGroup
     own: int
     senders: Sequence[int]
     receivers: Sequence[int]
     device: torch.device
+    other: str = ""
 
     def gathered(self, value: Any) -> list[Any]:
         """Return a value of each process, of which equal ones are one object; a collective call. Few different ones travel once each."""
@@ -123,6 +128,25 @@ class Channel:
             raise RuntimeProgramError(failed) from error
 
 
+@contextmanager
+def _waiting(other: str) -> Iterator[None]:
+    """Let rank 0 say, if the block takes long, for which other launch it waits; nothing where there is none."""
+    began, done = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        quiet = QUIET_S
+        while not done.wait(quiet):
+            quiet = AGAIN_S
+            print(f"waiting for {other}, {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    if other and dist.get_rank() == 0:
+        threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 class Peers:
     """The ranks of two launches, of which one sends weights and the other receives them. Making it is a collective call of both.
 
@@ -133,34 +157,41 @@ class Peers:
         timeout_s: how long to wait for the other launch, and for each message.
 
     Raises:
-        RuntimeProgramError: the other launch does not come.
+        RuntimeProgramError: the other launch does not come, or the sending one can't listen there.
     """
 
     def __init__(
         self, address: str, *, sends: bool, device: torch.device | str = "cpu", timeout_s: float = 600.0
     ) -> None:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise RuntimeProgramError(f"{address!r} is no address; write host:port, such as 10.0.0.1:29600")
+        if not dist.is_initialized():
+            raise RuntimeProgramError(
+                "Peers are of the ranks of a launch, which have no process group yet: see start()"
+            )
         rank, size, where, timeout = (
             dist.get_rank(), dist.get_world_size(), torch.device(device), timedelta(seconds=timeout_s),
         )  # fmt: skip
         listens = sends and rank == 0
         sizes = ("sends", "receives")
+        other = f"the launch that {sizes[sends]} weights"
         try:
-            self._store = TCPStore(host, int(port), None, listens, timeout, wait_for_workers=False)
-            if rank == 0:
-                self._store.set(sizes[not sends], str(size))
-            senders, receivers = (int(self._store.get(each)) for each in sizes)
+            with _waiting(f"{other} to come to {address}"):
+                self._store = TCPStore(host, int(port), None, listens, timeout, wait_for_workers=False)
+                if rank == 0:
+                    self._store.set(sizes[not sends], str(size))
+                senders, receivers = (int(self._store.get(each)) for each in sizes)
         except (OSError, dist.DistError) as error:
-            other = "receives" if sends else "sends"
-            raise RuntimeProgramError(
-                f"the launch that {other} weights has not come to {address} within {timeout_s:g} s"
-            ) from error
+            if "EADDRINUSE" in str(error):
+                raise RuntimeProgramError(f"{address} is in use on this machine; name another port") from error
+            raise RuntimeProgramError(f"{other} has not come to {address} within {timeout_s:g} s") from error
         own = rank if sends else senders + rank
         group = group_of(PrefixStore("weights", self._store), own, senders + receivers, where, timeout)
         self.sends, ranks = sends, range(senders + receivers)
-        self.channel = Channel(group, own, ranks[:senders], ranks[senders:], where)
+        self.channel = Channel(
+            group, own, ranks[:senders], ranks[senders:], where, f"{other} ({address}) to be ready for them"
+        )
 
     def check(self, *, sends: bool) -> None:
         """Check that this launch is the one that sends, or the one that receives.
@@ -228,7 +259,7 @@ def transfer(
         RuntimeProgramError: in all processes, before anything is sent: the programs are of different models.
     """
     began, own = time.monotonic(), channel.own
-    with channel.agreed():
+    with _waiting(channel.other), channel.agreed():
         may()
     held = {} if sender is None else _entries(sender, only)
     names_of = {name: _names(sender, name) for name in held} if sender is not None else {}

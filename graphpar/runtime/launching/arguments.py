@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from pathlib import Path
+from typing import NoReturn
 
 from graphpar.runtime.checkpoints.folders import MEMORY, RECORD
-from graphpar.runtime.errors import near_match
+from graphpar.runtime.errors import AgreedError, near_match
 from graphpar.runtime.training.rates import DECAYS
 
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -47,9 +49,27 @@ _EXCLUDES = {
 """Options that have no effect beside another one."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser of what all ranks are given: its errors are one line of each node's first rank, and of torchrun's last lines."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message for the user and exit with status 2."""
+        from graphpar.runtime.distributed import GRACE_S, USER_ERROR, report
+
+        if int(os.environ.get("LOCAL_RANK", "0")):
+            time.sleep(GRACE_S)  # to be ended by torchrun, which would end the first rank before it says why
+        report(AgreedError(f"{message.removeprefix('argument ')} ({self.prog} --help lists the options)"))
+        raise SystemExit(USER_ERROR)
+
+
 def train_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that trains; end with a sentence where a value is wrong or an option would be ignored."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    return parsed(train_parser(description))
+
+
+def train_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of a script that trains."""
+    parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10)
     parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
     parser.add_argument(
@@ -106,12 +126,12 @@ def train_arguments(description: str) -> argparse.Namespace:
         "--check-replicas", type=count, metavar="N", help="every N steps, compare what ranks should have equal"
     )
     _add_common(parser, "trained weights", "loss, gradient norm and seconds of every step")
-    return parsed(parser)
+    return parser
 
 
 def infer_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that infers; end with a sentence where a value is wrong or an option would be ignored."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10)
     _add_common(parser, "outputs", "outputs' shapes")
     return parsed(parser)
@@ -136,7 +156,7 @@ def _add_common(parser: argparse.ArgumentParser, saved: str, recorded: str) -> N
 
 def generate_arguments(description: str) -> argparse.Namespace:
     """Read the command line of a script that generates; end with a sentence where a value is wrong."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     parser.add_argument("--tokens", action="append", type=token_ids, default=[], help="the same as ids: 15,3,8")
     parser.add_argument("--tokenizer", type=input_file, help="tokenizer.json, or its folder, for --prompt")
@@ -161,7 +181,6 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args, unknown = parser.parse_known_args()
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        parser.usage = "%(prog)s [options]; --help lists them"
         parser.error(f"there is no option {unknown[0]}.{near_match(unknown[0].partition('=')[0], flags)}")
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     for name, needed in _NEEDS.items():

@@ -108,8 +108,13 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except BaseException as error:  # before the ranks have met, or from outside of their block
-        if not isinstance(error, SystemExit) or error.code:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code == USER_ERROR:  # train.py refuses its options, as it would at any start
+            _note(program, "failed").touch()
+            _end_torchrun()
+        elif code:
             _note_failure(program, f"{type(error).__name__}: {error}", False)
+        if code:
             raise
     if StopSignal.ended:
         _await_end()
@@ -119,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _plan(out: Path, program: Path, ranks: int) -> None:
     """Plan for so many ranks, in a process that has nothing of torchrun's environment."""
-    print(f"planning for {ranks} ranks in {program}", flush=True)
+    print(f"planning for {ranks} rank{'s' if ranks > 1 else ''} in {program}", flush=True)
     command = [sys.executable, "-m", "graphpar", "resume", str(out), "--devices", str(ranks), "--no-run"]
     usual = {
         name: value
