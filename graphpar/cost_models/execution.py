@@ -40,9 +40,8 @@ class Execution:
             attention scores, where they are kept at all.
         blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
-        compiled: ``torch.compile`` fuses the operators of each block between products and collectives, or those of a program without
-            blocks (:mod:`graphpar.cost_models.fused_groups`). What stands outside of blocks, sums of gradients and the optimizer run as
-            they are.
+        compiled: ``torch.compile`` fuses the operators between products, collectives and blocks
+            (:mod:`graphpar.cost_models.fused_groups`). Sums of gradients and the optimizer run as they are.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         units: which modules are gathered together, see the option ``units``.
         prefetch: sharded parameters are gathered for the next unit while this one computes.

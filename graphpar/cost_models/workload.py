@@ -43,7 +43,7 @@ class Works:
         degrees: ranks by axis.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
-        compiled: ``torch.compile`` fuses the operators of each block, or of a program that has none, and those of a head in chunks.
+        compiled: ``torch.compile`` fuses the operators of each block, those between blocks, and those of a head in chunks.
         recasts: parameters that are read in another dtype are cast for each microbatch.
         travelling: rows travel to experts and back beside the products that stand between the start and the end of that.
     """
@@ -253,7 +253,7 @@ class _Walk:
     ) -> None:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
         self.shards = shards
-        self.compiled = works.compiled and not plain and bool(scope or function or not works.program.blocks)
+        self.compiled = works.compiled and not plain
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the graph, without those of the blocks it calls."""

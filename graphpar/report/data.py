@@ -281,6 +281,7 @@ def _recomputation(compilation: Compilation) -> list[dict[str, Any]]:
                     "kind": kind,
                     "count": len(paths),
                     "paths": numbered_runs(paths),
+                    "uncompiled": plan.compile and not how.compiles,
                     "again": _again(block, how),
                     "keeps": {name: list(numbers) for name, numbers in how.calls.items()},
                     "collectives": sum(times for _, times in sent),

@@ -322,6 +322,7 @@ def recomputation_text(rows: list[Mapping[str, Any]]) -> str:
             else "no collective is repeated"
         )
         + (f", {listed([*dict.fromkeys(row['again'])], 4)} computed again" if row["again"] else "")
+        + (", not compiled" if row["uncompiled"] else "")
         for row in rows
     )
 

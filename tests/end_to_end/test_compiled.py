@@ -142,6 +142,32 @@ def test_blocks_of_examples_are_compiled_whole_and_once(tmp_path: Path, pool: Ra
     check(compared({"gpt": ["hooked"]} | {name: ["one"] for name in names}, "aot_eager", tmp_path, pool, nproc=1))
 
 
+@pytest.mark.costly
+def test_what_stands_between_blocks_is_compiled(tmp_path: Path, pool: RankPool) -> None:
+    (found,) = compared({"gpt2_tiny": ["one"]}, "aot_eager", tmp_path, pool, nproc=1).values()
+    assert found["graphs"][0] == 1 + 3  # the block; embeddings, norm and head, loss
+
+
+def test_a_graph_too_many_runs_uncompiled() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    run = compiled._tried(double, "eager", None)
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        assert [len(run(torch.ones(size))) for size in (1, 2)] == [1, 2]
+        with pytest.warns(UserWarning, match=r"double has 2 graphs, and runs uncompiled where it would need another"):
+            assert torch.equal(run(torch.ones(3)), torch.full([3], 2.0))
+        assert torch.equal(run(torch.ones(2)), torch.full([2], 2.0))
+
+
+def test_a_list_of_lengths_has_a_graph_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = load_manifest(gp.partition(example("gpt"), gp.plan(example("gpt"))).save(tmp_path / "one"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        backend_of(replace(manifest, seq=",".join(map(str, range(2, 12)))), "eager", torch.device("cpu"))
+        assert torch._dynamo.config.recompile_limit == 2 * 10
+
+
 @pytest.mark.slow
 def test_blocks_of_all_examples_are_compiled_whole_and_once(tmp_path: Path, pool: RankPool) -> None:
     check(compared({name: ["one"] for name in SMALL}, "aot_eager", tmp_path, pool, nproc=1))

@@ -49,8 +49,8 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
         kinds = {
             (type(block), _repetition(block)) for stage in pipeline.stages for block in blocks(stage, pipeline.package)
         }
-        called = [_functions(stage, pipeline.package).values() for stage in pipeline.stages]
-        found.kinds = (len(kinds) or len(pipeline.stages)) + len({each for functions in called for each in functions})
+        called = {each for stage in pipeline.stages for each in _compiled_functions(stage, pipeline.package)}
+        found.kinds = len(kinds) + len(called)
         optimizer = torch.optim.SGD(pipeline.named_parameters(), lr=0.1)
         for step in range(STEPS):
             if step == 1 and program.name == "hooked":
@@ -67,6 +67,14 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> Trained:
         state = pipeline.state_dict().items()
         found.parameters = {name: local(value).detach().clone() for name, value in state}
     return found
+
+
+def _compiled_functions(stage: nn.Module, package: str) -> list[Any]:
+    """What is compiled of the stage outside of its blocks: statements between them, and functions that are called elsewhere."""
+    forward = getattr(stage.forward, "func", stage.forward)
+    parts = [cell.cell_contents for cell in forward.__closure__ or ()]
+    names = forward.__code__.co_names
+    return [*parts, *(each for name, each in _functions(stage, package).items() if name in names)]
 
 
 def _repetition(block: nn.Module) -> Any:

@@ -144,6 +144,10 @@ def test_recomputed_blocks_are_listed_by_path() -> None:
     parts = made("gpt2_tiny", devices=2, recompute={"transformer.h.*": "full", "transformer.h.1": "none"})
     text = " ".join(text_of(report_data(parts.compilation)).split())
     assert " full (transformer.h.0, transformer.h.2-7), no collective is repeated" in text
+    parts = made("gpt2_tiny", devices=1, recompute={"*.h.*": "full", "*.h.1": "pointwise"}, compile=True)
+    text = " ".join(text_of(report_data(parts.compilation)).split())
+    assert re.search(r"pointwise \(transformer.h.1\), [^·]* computed again, not compiled", text)
+    assert text.count("not compiled") == 1
 
 
 def test_versions_are_named_beside_the_plan(gpt: gp.Parts) -> None:

@@ -32,8 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.option_kinds import COMPILED, GENERATE
+from graphpar.runtime.option_kinds import COMPILED, GENERATE, listed_lengths
 from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.stages.compiled_rest import with_parts
 from graphpar.runtime.stages.dropout import KERNEL
 from graphpar.runtime.torch_versions import COMPILES_COLLECTIVES, COMPILES_REPETITIONS
 
@@ -54,6 +55,7 @@ def backend_of(program: Manifest, compile: bool | str | None, device: torch.devi
     if backend is None:
         return None
     _keep_beside(program.folder)
+    _allow_graphs(2 * len(listed_lengths(program.seq)) if program.seq else 0)
     if (reason := _unable(program, backend, device)) is None:
         return backend
     if asked:
@@ -100,6 +102,11 @@ def _keep_beside(folder: Path) -> None:
         os.environ[_CACHE] = str(folder / COMPILED)
 
 
+def _allow_graphs(most: int) -> None:
+    """Let torch make so many graphs of a block: one for each length of a list, in training and in evaluation."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
+
+
 def _unable(program: Manifest, backend: str, device: torch.device) -> str | None:
     """Say why the blocks of ``program`` can't be compiled here."""
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
@@ -122,13 +129,13 @@ def _unable(program: Manifest, backend: str, device: torch.device) -> str | None
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collection[str] = ()) -> None:
-    """Compile the forwards of the blocks of ``stage``, or its own where it has none, and the functions that it calls; before FSDP2 shards
-    them.
+    """Compile the forwards of the blocks of ``stage``, what it computes between them, and the functions that it calls elsewhere; before
+    FSDP2 shards them.
 
-    Blocks ``partly``, which keep results of single operators and compute others again, are left to :func:`compile_repetitions`.
+    Blocks ``partly``, which keep results of single operators and compute others again, are left to :func:`compile_repetitions`. What
+    stands between blocks runs as it is where torch can't trace it.
 
-    A forward that computes its loss in chunks is left as it is, and its function compiled: chunks run their gradients in the forward, which
-    torch can't trace.
+    Of a loss in chunks its function is compiled: chunks compute their gradients in the forward, which torch can't trace.
     """
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
     know_grouped_products()
@@ -136,11 +143,19 @@ def compile_blocks(stage: nn.Module, package: str, backend: str, partly: Collect
     if streams is not None:
         hide_draws(streams)
     left = {stage.get_submodule(path) for path in partly}
-    for name, function in _functions(stage, package).items():
-        _names(stage, package)[name] = _tried(function, backend)
-    for module in list(blocks(stage, package)) or [stage]:
+    repeated, names = list(blocks(stage, package)), _names(stage, package)
+    for module in repeated:
         if module not in left and "in_chunks" not in module.forward.__code__.co_names:
             module.forward = _whole(module, backend)  # type: ignore[method-assign]
+    apart = {*repeated} | {names[name] for name in _APART if name in names}
+    options, called = _overlapping(_emitted(stage, package), backend), set[str]()
+    for name, method in _methods(stage, package):
+        rest = with_parts(method, stage, apart, lambda part: _tried(part, backend, options))
+        setattr(stage, name, functools.partial(rest, stage))
+        called.update(rest.__code__.co_names)
+    for name, function in _functions(stage, package).items():
+        if name in called:  # and not in a part alone
+            names[name] = _tried(function, backend)
 
 
 def leave_functions(stage: nn.Module, package: str) -> None:
@@ -151,11 +166,16 @@ def leave_functions(stage: nn.Module, package: str) -> None:
 
 def _functions(stage: nn.Module, package: str) -> dict[str, Callable[..., Any]]:
     """Return the emitted functions of its operators that ``stage`` calls outside of blocks, as they are, by name."""
-    methods = [method for method in vars(_emitted(stage, package)).values() if isfunction(method)]
-    used = {name for method in methods for name in method.__code__.co_names}
+    used = {name for _, method in _methods(stage, package) for name in method.__code__.co_names}
     own = _names(stage, package)
     found = {name: unwrap(value) for name, value in own.items() if name in used and isfunction(value)}
     return {name: function for name, function in found.items() if function.__module__ == f"{package}.blocks"}
+
+
+def _methods(stage: nn.Module, package: str) -> list[tuple[str, Callable[..., Any]]]:
+    """The emitted methods of ``stage``, by name: its forward, and others for evaluation and other lengths."""
+    found = vars(_emitted(stage, package)).items()
+    return [(name, method) for name, method in found if isfunction(method) and name != "__init__"]
 
 
 def _emitted(stage: nn.Module, package: str) -> type:
@@ -168,9 +188,9 @@ def _names(stage: nn.Module, package: str) -> dict[str, Any]:
     return vars(sys.modules[_emitted(stage, package).__module__])
 
 
-def _tried(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _tried(function: Callable[..., Any], backend: str, options: dict[str, Any] | None = None) -> Callable[..., Any]:
     """Compile a function as one graph; where that can't be, it runs as it is."""
-    compiled, able = torch.compile(function, fullgraph=True, backend=backend), True
+    compiled, able = _limited(torch.compile(function, fullgraph=True, backend=backend, options=options), function), True
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +201,28 @@ def _tried(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
             except torch._dynamo.exc.TorchDynamoException as error:
                 able = False
                 warnings.warn(f"{function.__name__} is not compiled: {error}", stacklevel=2)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _limited(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``compiled``, in whose place ``function`` runs for what would be one graph too many."""
+    warned = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            if not warned:
+                warned = True
+                limit = torch._dynamo.config.recompile_limit
+                warnings.warn(
+                    f"{function.__qualname__} has {limit} graphs, and runs uncompiled where it would need another one; hooks that change "
+                    "what they read are the usual reason. torch._dynamo.config.recompile_limit is the limit",
+                    stacklevel=2,
+                )
         return function(*args, **kwargs)
 
     return run
@@ -212,10 +254,9 @@ def _repeating(kind: type[nn.Module], contexts: Callable[[], Any], backend: str)
         )
 
     compiles: Any = torch.compile  # whose types don't know the option
-    return _said(
-        compiles(run, fullgraph=True, backend=backend, isolate_recompiles=True, options=_overlapping(kind, backend)),
-        kind,
-    )
+    options = _overlapping(kind, backend)
+    compiled = compiles(run, fullgraph=True, backend=backend, isolate_recompiles=True, options=options)
+    return _said(_limited(compiled, run), kind)
 
 
 def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
@@ -227,7 +268,7 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     compiled = torch.compile(
         module.forward, fullgraph=True, backend=backend, options=_overlapping(type(module), backend)
     )
-    return _said(compiled, type(module))
+    return _said(_limited(compiled, module.forward), type(module))
 
 
 def _overlapping(kind: type[nn.Module], backend: str) -> dict[str, Any] | None:
@@ -283,6 +324,8 @@ _KEEPING_ORDER = ("sink_waits_iterative", "reorder_communication_preserving_peak
 """Its passes that move collectives and waits alone: products that stand between the two stay there."""
 _AS_SOON_AS_CAN_BE = ("sink_waits", "raise_comms")
 """Those by which collectives begin as soon, and are waited for as late, as they can be."""
+_APART = ("keep_output", "in_chunks")
+"""Emitted functions that no graph has: one keeps what it is given, the other computes gradients in the forward."""
 ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
 _PLAIN: dict[tuple[str, str], Callable[..., Tensor]] = {}
 """The emitted ``keep_mask`` and ``random_bits`` of each ``random_streams``, by the module's and its own name."""
