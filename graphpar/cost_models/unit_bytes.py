@@ -69,7 +69,8 @@ class UnitBytes:
         if self.units not in self._all_known:
             self._all_known[self.units] = _Known(_equal_runs(self.units), {}, {})
         self._runs, self._held, self._counts = self._all_known[self.units]
-        self._averages: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._least_state: dict[bool, int] = {}
+        self._least_kept: dict[int, int] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
@@ -79,7 +80,7 @@ class UnitBytes:
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
-        other.units, other._averages, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
+        other.units, other._least_kept, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
         return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
@@ -398,19 +399,23 @@ class UnitBytes:
     def average(self, rows: int, alive: float, alone: bool) -> float:
         """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin; ``alone``: a
         rank has one."""
-        state, kept = self.least(rows, alone)
-        return (state + alive * kept) / self.mesh.pp
+        return (self.least_state(alone) + alive * self.least_kept(rows)) / self.mesh.pp
 
-    def least(self, rows: int, alone: bool) -> tuple[int, int]:
-        """Return lower bounds of what all stages hold together, wherever they begin: state, and what a microbatch keeps."""
-        key = rows, alone
-        if key not in self._averages:
+    def least_state(self, alone: bool) -> int:
+        """Return a lower bound of the state that all stages hold together, wherever they begin; ``alone``: a rank has one."""
+        if alone not in self._least_state:
+            self._least_state[alone] = self._fixed(0, len(self.units), alone)
+        return self._least_state[alone]
+
+    def least_kept(self, rows: int) -> int:
+        """Return a lower bound of what all stages together keep of a microbatch, wherever they begin."""
+        if rows not in self._least_kept:
             kept = self.kept(0, len(self.units), rows)[0]
             if self.execution.hold_messages:
                 received = [unit.received for unit in self.joined(rows).at[1:]]
                 kept += (self.mesh.pp - 1) * min(received, default=0)
-            self._averages[key] = self._fixed(0, len(self.units), alone), kept
-        return self._averages[key]
+            self._least_kept[rows] = kept
+        return self._least_kept[rows]
 
     def fixed_runs(self) -> Array:
         """Return a table [first, after] of the bytes of parameters, state and buffers of every run of units."""
