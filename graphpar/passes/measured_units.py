@@ -171,7 +171,7 @@ class _Parts:
 
     Args:
         numbers: those that are known of stages' operators.
-        like: parts whose blocks are recomputed in the same ways.
+        like: parts of the same program, whose blocks are recomputed in the same ways.
     """
 
     def __init__(
@@ -184,8 +184,9 @@ class _Parts:
         like: _Parts | None,
     ) -> None:
         positions = [position for position, _ in split_points]
-        self.stages = split(program, positions)
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
+        same = like if like is not None and like.begins == self.begins else None
+        self.stages: list[Stage] = split(program, positions) if same is None else same.stages
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
         working = working_dtypes(program) if program.mode == "train" else {}
         self.recomputations: Recomputations = (
@@ -207,7 +208,11 @@ class _Parts:
         self.calls = [
             [str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in self.stages
         ]
-        self.numbers = [numbers.setdefault(_operators(program, stage), len(numbers)) for stage in self.stages]
+        self.numbers: list[int] = (
+            [numbers.setdefault(_operators(program, stage), len(numbers)) for stage in self.stages]
+            if same is None
+            else same.numbers
+        )
 
 
 class _Measured:
