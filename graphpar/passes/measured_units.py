@@ -185,7 +185,8 @@ class _Parts:
     ) -> None:
         positions = [position for position, _ in split_points]
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
-        same = like if like is not None and like.begins == self.begins else None
+        self.units = how.units
+        same = like if like is not None and (like.begins, like.units) == (self.begins, self.units) else None
         self.stages: list[Stage] = split(program, positions) if same is None else same.stages
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
         working = working_dtypes(program) if program.mode == "train" else {}
@@ -195,12 +196,14 @@ class _Parts:
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        together = unit_of_each(program, split(program, [])[0], how.units)
+        self.together: Mapping[str, object] = (
+            unit_of_each(program, split(program, [])[0], how.units) if same is None else same.together
+        )
         read = _read_in_backward(program)
         self.held = [
-            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in self.stages
+            _held(program, degrees, stage, several, self.casts, working, read, self.together) for stage in self.stages
         ]
-        gathered = [{together.get(name) for name in each} - {None} for each in names]
+        gathered = [{self.together.get(name) for name in each} - {None} for each in names]
         self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
