@@ -73,6 +73,7 @@ class CandidatePrices:
         self._heads: dict[Sharded, list[Head]] = {}
         self._saves: dict[tuple[Sharded, int], bool] = {}
         self._recomputed: dict[tuple[bool, bool], tuple[Mapping[str, str], ...]] = {}
+        self._runs: dict[tuple[object, ...], Execution] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._savings: dict[tuple[object, ...], UnitSavings] = {}
@@ -178,9 +179,13 @@ class CandidatePrices:
 
     def run_of(self, candidate: Candidate) -> Execution:
         """Say how ranks run a candidate, but for what they recompute."""
-        given = replace(self.space.pins, **candidate.decisions)
-        run = execution_of(self.program, given, candidate.mesh.pp, self.cluster, self._gather_bytes)
-        return replace(run, joined=self._joined(candidate))
+        state, joined = (candidate.zero, candidate.reshard), self._joined(candidate)
+        key = candidate.mesh.pp, state, candidate.overlap_tp, candidate.compile, joined
+        if key not in self._runs:
+            given = replace(self.space.pins, **candidate.decisions)
+            run = execution_of(self.program, given, candidate.mesh.pp, self.cluster, self._gather_bytes)
+            self._runs[key] = replace(run, joined=joined)
+        return self._runs[key]
 
     @cached_property
     def _gather_bytes(self) -> int | None:
