@@ -5,13 +5,14 @@ of the search for placements.
 
 No weight is allocated: the models are built under fake tensors. "process" is the whole command, imports included; peak
 memory is that process's largest resident set, as the operating system counts it. Nothing is pinned: meshes, schedules,
-microbatches and stages are searched. For prices see :mod:`benchmarks.pricing_times`, for placements
-:mod:`benchmarks.search_times`.
+microbatches and stages are searched. Bytecode is there before, as ``pip install`` leaves it. For prices see
+:mod:`benchmarks.pricing_times`, for placements :mod:`benchmarks.search_times`.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import graphpar
 from benchmarks import pricing_times, search_times
 from benchmarks.pricing_times import PricingTime
 from benchmarks.search_times import Ratio, SearchTime
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not wanted:
         parser.error(f"--only {' '.join(options.only)} fits none of: {'; '.join(names)}")
     chosen = [case for case in CASES if f"compile {case.model}" in wanted]
+    compileall.compile_dir(Path(graphpar.__file__).parent, quiet=1)
     measured = [_measure(case, emit) for case in chosen for emit in (False, True)[: 1 + case.emitted]]
     prices = pricing_times.measure([case for case in pricing_times.CASES if f"price {case.model}" in wanted])
     models = [model for model in search_times.MODELS if f"search {model.label}" in wanted]

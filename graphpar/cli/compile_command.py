@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 
 from graphpar import api
-from graphpar.cli import run_command
 from graphpar.cli.explain import DecisionExplainer, explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
@@ -127,6 +126,8 @@ def run(options: argparse.Namespace) -> Result:
         return Result(data, show)
     if not options.json:
         show(stdout_console())  # before the steps, which are printed as they end
+    from graphpar.cli import run_command  # with all that runs programs, which takes a while to load
+
     ran = data["run"] = run_command.launch(
         folder, options.steps or 10, compile=options.compile, cuda_graphs=options.cuda_graphs
     )

@@ -79,18 +79,25 @@ class Compute:
         self.device, self.dtype, self.cast_bytes = device, dtype, cast_bytes
         self._tables: dict[int, tuple[Work, _Tables]] = {}
         self._seconds: dict[tuple[int, int], tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]] = {}
+        self._alone: dict[tuple[Attention | Product, int], float] = {}
 
     def seconds(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         """Return the seconds of each phase of ``work`` for a microbatch of ``batch`` rows."""
         key = id(work), batch
         if key not in self._seconds:
-            self._seconds[key] = self._computed(work, batch)
+            if id(work) not in self._tables:
+                self._tables[id(work)] = work, _Tables(work)
+            self._seconds[key] = self._computed(self._tables[id(work)][1], batch)
         return self._seconds[key]
 
-    def _computed(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
-        if id(work) not in self._tables:
-            self._tables[id(work)] = work, _Tables(work)
-        tables = self._tables[id(work)][1]
+    def alone_s(self, row: Attention | Product, batch: int) -> float:
+        """Return the seconds of one operator for a microbatch of ``batch`` rows."""
+        key = row, batch
+        if key not in self._alone:
+            self._alone[key] = self._computed(_Tables(Work({row: 1})), batch)[row.phase].busy
+        return self._alone[key]
+
+    def _computed(self, tables: _Tables, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         products = self._products(tables, batch) * tables.product_times
         attention = self._attention(tables, batch) * tables.attention_times
         moved = _elements(tables.traffic, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def storage_of(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, valid as long as that exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among what an operator takes or makes, also those in its lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 class Live(TorchDispatchMode):
@@ -39,11 +49,11 @@ class Live(TorchDispatchMode):
 
     def counted(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator, and count the storages of its results that are not those of its arguments."""
-        given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        given = {storage_of(tensor) for tensor in _tensors((*args, *kwargs.values()))}
         result = run(*args, **kwargs)
-        for item in tree_leaves(result) if self.counting else ():
-            if isinstance(item, Tensor) and storage_of(item) not in given:
-                self._made(item.untyped_storage())
+        for tensor in _tensors((result,)) if self.counting else ():
+            if storage_of(tensor) not in given:
+                self._made(tensor.untyped_storage())
         return result
 
     def _made(self, storage: torch.UntypedStorage) -> None:
@@ -92,6 +102,8 @@ class CountedFakes(FakeTensorMode):
             self._live = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # of three operators two ask for that, which makes nothing
+            return self.dispatch(func, types, args, kwargs or {})
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on real tensors; fake ones would get a storage more
 

@@ -94,7 +94,8 @@ class UnitBytes:
         if self.units not in self._all_known:
             self._all_known[self.units] = _Known(_equal_runs(self.units), {}, {})
         self._runs, self._held, self._counts = self._all_known[self.units]
-        self._averages: dict[tuple[int, bool, bool], tuple[int, int]] = {}
+        self._least_state: dict[tuple[bool, bool], int] = {}
+        self._least_kept: dict[tuple[int, bool], int] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
@@ -105,7 +106,7 @@ class UnitBytes:
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
-        other.units, other._averages, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
+        other.units, other._least_kept, other._joined, other._keeps, other._halves = tuple(units), {}, {}, {}, {}
         other._walks = {}
         return other
 
@@ -518,25 +519,35 @@ class UnitBytes:
     def average(self, rows: int, alive: float, alone: bool, microbatches: int) -> float:
         """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin; ``alone``: a
         rank has one stage."""
-        state, kept = self.least(rows, alone, microbatches)
-        return (state + alive * kept) / self.mesh.pp
+        return (self.least_state(alone, microbatches) + alive * self.least_kept(rows, microbatches)) / self.mesh.pp
 
-    def least(self, rows: int, alone: bool, microbatches: int) -> tuple[int, int]:
-        """Return lower bounds of what all stages hold together, wherever they begin: state, and what a microbatch keeps. In the backward of
-        an only microbatch of an only stage, gradients take the place of that."""
-        instead = self.mesh.pp == 1 and microbatches == 1
-        key = rows, alone, instead
-        if key not in self._averages:
+    def least_state(self, alone: bool, microbatches: int) -> int:
+        """Return a lower bound of the state that all stages hold together, wherever they begin; ``alone``: a rank has one."""
+        key = alone, self._is_exchanged(microbatches)
+        if key not in self._least_state:
+            less = self._least_gradients if self._is_exchanged(microbatches) else 0
+            self._least_state[key] = self._fixed(0, len(self.units), alone) - less
+        return self._least_state[key]
+
+    def least_kept(self, rows: int, microbatches: int) -> int:
+        """Return a lower bound of what all stages together keep of a microbatch, wherever they begin, or of gradients in its place."""
+        key = rows, self._is_exchanged(microbatches)
+        if key not in self._least_kept:
             kept = self.kept(0, len(self.units), rows)[0]
             if self.execution.hold_messages:
                 received = [unit.received for unit in self.joined(rows).at[1:]]
                 kept += (self.mesh.pp - 1) * min(received, default=0)
-            state = self._fixed(0, len(self.units), alone)
-            if instead:
-                gradients = self._shards_of_gradients(self.held([(0, len(self.units))]), self._level_of_gradients)
-                state, kept = state - gradients, max(kept, gradients)
-            self._averages[key] = state, kept
-        return self._averages[key]
+            self._least_kept[key] = max(kept, self._least_gradients) if self._is_exchanged(microbatches) else kept
+        return self._least_kept[key]
+
+    def _is_exchanged(self, microbatches: int) -> bool:
+        """Whether gradients take the place of what a microbatch keeps: in the backward of an only one in an only stage."""
+        return self.mesh.pp == 1 and microbatches == 1
+
+    @cached_property
+    def _least_gradients(self) -> int:
+        """The least bytes of gradients that all stages have together."""
+        return self._shards_of_gradients(self.held([(0, len(self.units))]), self._level_of_gradients)
 
     def fixed_runs(self) -> Array:
         """Return a table [first, after] of the bytes of parameters, state and buffers of every run of units."""

@@ -15,7 +15,7 @@ from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.pipeline_units import UnitClass
 from graphpar.cost_models.stage_prices import Again
 from graphpar.cost_models.step_costs import UnitSeconds, summed_by_axis
-from graphpar.cost_models.work import Attention, Collective, Phase, Product, Work
+from graphpar.cost_models.work import Collective, Phase, Product, Work
 
 ByAxis = dict[str, float]
 
@@ -75,7 +75,7 @@ class UnitPrices:
         if self._on_cpu:  # whose cores multiply or send
             beside = tuple(each for each in beside if not isinstance(each, Product))
         hidden = (each for each in beside if not apart or each.phase is row.phase)
-        return max(0.0, seconds - sum(self._alone_s(each, rows) for each in hidden))
+        return max(0.0, seconds - sum(self.compute.alone_s(each, rows) for each in hidden))
 
     def phases(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         """Return the seconds of the phases of a unit."""
@@ -92,7 +92,3 @@ class UnitPrices:
                     for seconds, value in zip(found, each):
                         seconds[axis] = seconds.get(axis, 0.0) + times * value
         return found
-
-    def _alone_s(self, row: Attention | Product, rows: int) -> float:
-        """Return the seconds of one operator."""
-        return self.compute.seconds(Work({row: 1}), rows)[row.phase].busy

@@ -171,7 +171,7 @@ class _Parts:
 
     Args:
         numbers: those that are known of stages' operators.
-        like: parts whose blocks are recomputed in the same ways.
+        like: parts of the same program, whose blocks are recomputed in the same ways.
     """
 
     def __init__(
@@ -184,8 +184,10 @@ class _Parts:
         like: _Parts | None,
     ) -> None:
         positions = [position for position, _ in split_points]
-        self.stages = split(program, positions)
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
+        self.units = how.units
+        same = like if like is not None and (like.begins, like.units) == (self.begins, self.units) else None
+        self.stages: list[Stage] = split(program, positions) if same is None else same.stages
         self.casts = cast_parameters(program) if program.mode == "train" and not how.recasts else {}
         working = working_dtypes(program) if program.mode == "train" else {}
         self.recomputations: Recomputations = (
@@ -194,12 +196,14 @@ class _Parts:
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        together = unit_of_each(program, split(program, [])[0], how.units)
+        self.together: Mapping[str, object] = (
+            unit_of_each(program, split(program, [])[0], how.units) if same is None else same.together
+        )
         read = _read_in_backward(program)
         self.held = [
-            _held(program, degrees, stage, several, self.casts, working, read, together) for stage in self.stages
+            _held(program, degrees, stage, several, self.casts, working, read, self.together) for stage in self.stages
         ]
-        gathered = [{together.get(name) for name in each} - {None} for each in names]
+        gathered = [{self.together.get(name) for name in each} - {None} for each in names]
         self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
@@ -207,7 +211,11 @@ class _Parts:
         self.calls = [
             [str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in self.stages
         ]
-        self.numbers = [numbers.setdefault(_operators(program, stage), len(numbers)) for stage in self.stages]
+        self.numbers: list[int] = (
+            [numbers.setdefault(_operators(program, stage), len(numbers)) for stage in self.stages]
+            if same is None
+            else same.numbers
+        )
 
 
 class _Measured:

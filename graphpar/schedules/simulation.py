@@ -394,13 +394,13 @@ def _fullest(order: Order, whole: bool) -> tuple[tuple[Array, ...], ...]:
 
 
 def _most_rows(rows: Array) -> Array:
-    """Return the rows that no other one reaches in all columns; of equal ones one."""
-    rows = np.unique(rows, axis=0)
-    most = np.empty((0, rows.shape[1]), dtype=rows.dtype)
-    for row in rows[rows.sum(axis=1).argsort(kind="stable")[::-1]]:
-        if not (most >= row).all(axis=1).any():
-            most = np.vstack([most, row])
-    return np.unique(most, axis=0)
+    """Return the rows that no other one reaches in all columns, sorted; of equal ones one."""
+    left, found = np.array(list(set(map(tuple, rows.tolist())))), list[tuple[int, ...]]()
+    while len(left):
+        most = left[left.sum(axis=1).argmax()]
+        found.append(tuple(most.tolist()))
+        left = left[(left > most).any(axis=1)]
+    return np.array(sorted(found), dtype=rows.dtype).reshape(-1, rows.shape[1])
 
 
 _KEEPS, _WAITS = np.array([1, -1, -1, 0]), np.array([0, 0, 1, -1])  # of F, B, I and W

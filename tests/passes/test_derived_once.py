@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.cost_models import activation_memory, kept_results
+from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.storage_tracker import CountedFakes, Live
+from graphpar.cost_models.work import Phase, Product, Size, Work
 from graphpar.frontend.modelfile import load_model_file
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES
 from graphpar.ir.recomputation import POINTWISE
 from graphpar.passes import measured_units, rank_passes
 from graphpar.passes.measured_units import RankUnits
 from graphpar.passes.planning import choose
+from graphpar.passes.planning.constraints import PlanConstraints
+from graphpar.passes.planning.search import Planner
 from graphpar.passes.sharding import problem
 from tests.tools.programs import EXAMPLES, example
 
@@ -73,14 +85,15 @@ def test_the_command_solves_and_lowers_each_tp_degree_once(
     assert set(measured.values()) == {1} and set(layers.values()) == {1}, measured  # one layer stands for all
 
 
-def test_units_are_split_once_for_all_ways_to_run_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_are_split_once_for_all_ways_to_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The units are those that each way alone has, and the operators that a block runs again are measured once."""
     program, counts = example("llama"), Counter[str]()
     for module, name in ((measured_units, "split"), (kept_results, "_made_again")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, name=name, real=real: (counts.update([name]), real(*args))[1])
     blocks = tuple((path, POINTWISE) for block in program.blocks.values() for path in block.instances)
-    ways = [Execution(joined=joined, rings=rings, blocks=blocks) for joined in (False, True) for rings in (False, True)]
+    hows = (False, False, False), (False, True, True), (True, False, False), (True, True, True)
+    ways = [Execution(joined=joined, rings=rings, compiled=fused, blocks=blocks) for joined, rings, fused in hows]
 
     def described(units: RankUnits, way: Execution) -> list[Any]:
         return [(each.kind.work, each.kind.again, each.kind.memory, each.held, each.inputs) for each in units.of(way)]
@@ -117,3 +130,38 @@ def test_what_a_plan_brings_is_of_its_program_alone(counted: Counter[tuple[str, 
 def _arguments(path: Path) -> tuple[Any, ...]:
     file = load_model_file(path)
     return file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims
+
+
+# ---- in a search -----------------------------------------------------------------------------------------------
+
+
+def test_an_operator_beside_others_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Product(Phase.INPUT, Size(1), Size(512), Size(256), Size(128), 2)
+    compute = Compute(DEVICES["H100-SXM-80GB"])
+    seconds = compute.seconds(Work({row: 1}), 4)[Phase.INPUT].busy
+    assert compute.alone_s(row, 4) == seconds > 0
+    monkeypatch.setattr(compute, "_computed", None)
+    assert compute.alone_s(row, 4) == seconds
+
+
+def test_state_that_does_not_fit_needs_no_measure_of_what_is_kept() -> None:
+    cluster = replace(Cluster.parse("2xH100"), device=replace(DEVICES["H100-SXM-80GB"], memory_bytes=1))
+    planner = Planner(example("gpt"), PlanConstraints(cluster=cluster))
+    for candidate in planner.bounded()[0]:
+        assert planner.bounds.in_all_memory(candidate) == math.inf
+        assert not any(unit.kind.is_measured for unit in planner.prices.known(candidate).units)
+
+
+def test_questions_for_a_device_are_not_counted_as_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, mode, asked = Live(), CountedFakes(), torch.ops.prim.device.default
+    with mode, mode.counted_by(live):
+        x = torch.ones(4)
+        monkeypatch.setattr(live, "counted", None)
+        assert mode.__torch_dispatch__(asked, (), (x,)) == torch.device("cpu")
+    assert live.now == 16
+
+
+@pytest.mark.costly
+def test_compiling_does_not_load_what_runs_programs() -> None:
+    asked = "import sys, graphpar.cli.compile_command; print('graphpar.runtime.pipeline' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout == "False\n"

@@ -84,10 +84,11 @@ class StepBounds:
         pricing, together = prices.known(candidate), prices.kept_together(candidate, prices.known(candidate))
         if min(together) <= 0:
             return candidate.bound
-        state, kept = pricing.bytes.least(candidate.microbatch_size, candidate.stages_per_rank == 1, count)
+        state = pricing.bytes.least_state(candidate.stages_per_rank == 1, count)
         room = self.prices.cluster.room_bytes * sum(1 / number for number in together)
         if state / max(together) >= room:
             return math.inf  # whatever is saved, so nothing is measured
+        kept = pricing.bytes.least_kept(candidate.microbatch_size, count)
         missing = kept - (room - state / max(together)) / (1 + ALLOCATOR_SLACK)
         if missing <= 0:
             return candidate.bound

@@ -42,6 +42,7 @@ class Fitting:
     def __init__(self, prices: CandidatePrices) -> None:
         self.prices = prices
         self._paths: dict[Unit, list[str]] = {}
+        self._apart: dict[tuple[Unit, ...], bool] = {}  # whether no two of these run the same block
 
     def price(self, candidate: Candidate) -> Priced:
         """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows.
@@ -109,22 +110,24 @@ class Fitting:
         most = math.inf if get_schedule(candidate.schedule).splits_backward else 0.0
         missing = self.prices.missing(self.prices.mixed(candidate, now), layout)
         found: dict[tuple[int, ...], tuple[bool, float]] = {}
+        by_unit, kinds = savings.by_unit, len(savings.more)
         for own, spare in zip(self.prices.alive_by_rank(candidate, pricing, layout), missing):
-            kinds, before = len(savings.more), {unit: now[unit] for unit in own}
-            on_top = savings.most_on_top(before)
+            tops = sorted(((by_unit[unit].on_top[now[unit]], unit) for unit in own), reverse=True)
             mixes = (mix for units in self._alike(savings, own) for mix in _mixes(units, kinds))
             for changed in itertools.chain(_changes(now, self._different(savings, own, now), kinds), mixes):
-                more = sum(savings.more[kind, unit] - savings.more[now[unit], unit] for unit, kind in changed.items())
-                less = sum(
-                    own[unit] * (savings.saved[now[unit], unit] - savings.saved[kind, unit])
-                    for unit, kind in changed.items()
-                )
-                less += savings.most_on_top({**before, **changed}) - on_top
+                more = less = 0.0
+                top = next((nbytes for nbytes, unit in tops if unit not in changed), 0.0)
+                for unit, kind in changed.items():
+                    choices, before = by_unit[unit], now[unit]
+                    more += choices.more[kind] - choices.more[before]
+                    less += own[unit] * (choices.saved[before] - choices.saved[kind])
+                    top = max(top, choices.on_top[kind])
+                less += top - tops[0][0]
                 if more < most and less + spare <= _NEARLY * self.prices.cluster.room_bytes:
-                    choices = self._agreed(
+                    chosen = self._agreed(
                         candidate, pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)]
                     )
-                    found[choices] = less + spare > 0, more
+                    found[chosen] = less + spare > 0, more
         return sorted(found, key=lambda each: (found[each], each))
 
     @staticmethod
@@ -219,6 +222,11 @@ class Fitting:
 
     def _agreed(self, candidate: Candidate, pricing: Pricing, choices: Sequence[int]) -> tuple[int, ...]:
         """Let units that run the same block recompute as the one of them that recomputes most: a plan says it by the block's path."""
+        if pricing.units not in self._apart:
+            paths = [path for unit in pricing.units for path in self._recomputed_in(candidate, unit)]
+            self._apart[pricing.units] = len(paths) == len(set(paths))
+        if self._apart[pricing.units]:
+            return tuple(choices)
         agreed = list(choices)
         most: dict[str, int] = {}
         for unit, kind in zip(pricing.units, choices):

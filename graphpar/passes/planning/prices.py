@@ -73,6 +73,7 @@ class CandidatePrices:
         self._heads: dict[Sharded, list[Head]] = {}
         self._saves: dict[tuple[Sharded, int], bool] = {}
         self._recomputed: dict[tuple[bool, bool], tuple[Mapping[str, str], ...]] = {}
+        self._runs: dict[tuple[object, ...], Execution] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._savings: dict[tuple[object, ...], UnitSavings] = {}
@@ -178,9 +179,13 @@ class CandidatePrices:
 
     def run_of(self, candidate: Candidate) -> Execution:
         """Say how ranks run a candidate, but for what they recompute."""
-        given = replace(self.space.pins, **candidate.decisions)
-        run = execution_of(self.program, given, candidate.mesh.pp, self.cluster, self._gather_bytes)
-        return replace(run, joined=self._joined(candidate))
+        state, joined = (candidate.zero, candidate.reshard), self._joined(candidate)
+        key = candidate.mesh.pp, state, candidate.overlap_tp, candidate.compile, joined
+        if key not in self._runs:
+            given = replace(self.space.pins, **candidate.decisions)
+            run = execution_of(self.program, given, candidate.mesh.pp, self.cluster, self._gather_bytes)
+            self._runs[key] = replace(run, joined=joined)
+        return self._runs[key]
 
     @cached_property
     def _gather_bytes(self) -> int | None:
@@ -206,9 +211,16 @@ class CandidatePrices:
             )  # fmt: skip
         return self._pricings[key]
 
+    def level(self, candidate: Candidate) -> int:
+        """Return the lowest ZeRO level at which all prices are those of the candidate: 2 also for 3 where a pipeline gathers parameters
+        for a whole step as they are read, and devices store the shards."""
+        whole = candidate.zero == 3 and candidate.mesh.pp > 1 and candidate.reshard == "default"
+        same = whole and self._gather_bytes is not None and "params" not in (self.space.pins.offload or ())
+        return 2 if same else candidate.zero
+
     def _key(self, candidate: Candidate, kind: int) -> tuple[object, ...]:
         size = 0 if self.program.symbolic else candidate.microbatch_size
-        state = candidate.zero, candidate.reshard
+        state = self.level(candidate), candidate.reshard
         how = self._joined(candidate), candidate.overlap_tp, kind > 0 and self._in_chunks(candidate)
         return candidate.mesh, state, size, candidate.split_points, kind, how
 
@@ -237,7 +249,7 @@ class CandidatePrices:
 
     def balancer(self, candidate: Candidate) -> StageBalancer:
         """Return what places the stages of the candidate's mesh."""
-        state, rows = (candidate.zero, candidate.reshard), candidate.microbatch_size
+        state, rows = (self.level(candidate), candidate.reshard), candidate.microbatch_size
         key = candidate.mesh, state, rows, candidate.split_points, self._joined(candidate), candidate.overlap_tp
         if key not in self._balancers:
             pricing = self.known(candidate)

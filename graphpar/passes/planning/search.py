@@ -74,6 +74,8 @@ class Explored:
         impossible: how many of those that were looked at can't run.
         shown_at: when it was last told what the search is at.
         times: the seconds of the best of each mesh, ascending.
+        known: higher bounds, by candidate and level; those at other levels of ZeRO that cost the same are not among them.
+        alike: plans that were priced, for candidates that cost the same and come later.
     """
 
     bounds: dict[int, float]
@@ -93,6 +95,8 @@ class Explored:
     expanded: list[int] = field(default_factory=list)
     shown_at: float = -math.inf
     times: list[float] = field(default_factory=list)
+    known: dict[tuple[Candidate, int], float] = field(default_factory=dict)
+    alike: dict[Candidate, Priced] = field(default_factory=dict)
 
     def fits(self, priced: Priced) -> None:
         """Take a plan that fits, where it is the fastest of its mesh."""
@@ -351,9 +355,8 @@ class Planner:
         for each in plans:
             pricing = self.prices.mixed(each.candidate, each.choices)
             others = self.prices.measured(each.candidate)
-            kept.append(
-                KeptPlan(each.candidate.mesh, each.layout, pricing.execution, each.recompute, pricing.units, others)
-            )
+            run = replace(pricing.execution, zero=each.candidate.zero)
+            kept.append(KeptPlan(each.candidate.mesh, each.layout, run, each.recompute, pricing.units, others))
         return KeptPlans(
             self.cluster, self.space.batch, self.prices.dtype, self.program.mode == TRAIN, symbolic=self.program.symbolic,
             splits=self.space.splits, coupled=is_coupled(self.program), plans=tuple(kept),
@@ -405,14 +408,20 @@ class Planner:
         if prune and known is not None and bound > known.estimate.step_time_s:
             found.slower.append((bound, number))
             return True
+        like = replace(candidate, zero=self.prices.level(candidate))
         if level < len(higher):
-            bound = max(bound, higher[level](candidate))
+            if (like, level) not in found.known:
+                found.known[like, level] = higher[level](like)
+            bound = max(bound, found.known[like, level])
             if math.isfinite(bound) or not prune:
                 heapq.heappush(heap, (bound, order, number, level + 1))
             else:
                 found.hopeless.append(candidate)
             return True
-        priced = found.noted(self.fitting.price(candidate))
+        alike = found.alike.pop(like, None) or self.fitting.price(like)
+        if candidate.zero == 2:
+            found.alike[like] = alike
+        priced = found.noted(replace(alike, candidate=candidate))
         exact = priced.fits and not any(priced.choices)
         found.lower = min(found.lower, priced.estimate.step_time_s if exact else bound)
         if priced.fits:

@@ -27,6 +27,14 @@ from graphpar.cost_models.unit_bytes import RunBytes, run_largest, run_sums
 Array = NDArray[np.float64]
 
 
+class _Choices(NamedTuple):
+    """The columns of :class:`UnitSavings` of one unit, as lists, which are read faster than arrays."""
+
+    saved: list[float]
+    more: list[float]
+    on_top: list[float]
+
+
 class UnitSavings:
     """What each unit can recompute, how many bytes that saves, and in how many seconds.
 
@@ -73,9 +81,9 @@ class UnitSavings:
         return np.array([self._bytes[0].own - each.own for each in self._bytes])
 
     @cached_property
-    def _by_unit(self) -> list[tuple[list[float], list[float]]]:
-        """For each unit the bytes saved and the seconds more of each kind, as lists, which are read faster than arrays."""
-        return list(zip(self.saved.T.tolist(), self.more.T.tolist()))
+    def by_unit(self) -> list[_Choices]:
+        """For each unit the bytes saved, the seconds more and the bytes on top of what is kept of each kind."""
+        return list(map(_Choices, self.saved.T.tolist(), self.more.T.tolist(), self._on_top.T.tolist()))
 
     def on_top(self, first: int, after: int) -> float:
         """Return the bytes that a run of units needs on top of what is kept, with the first kind."""
@@ -84,10 +92,6 @@ class UnitSavings:
     def least_on_top(self, units: Iterable[int]) -> float:
         """Return the bytes that units need on top of what is kept, with the kinds that need the least."""
         return max(map(self._least_on_top.__getitem__, units))
-
-    def most_on_top(self, choices: Mapping[int, int]) -> float:
-        """Return the bytes that units, each with its kind, need on top of what is kept."""
-        return max(float(self._on_top[kind, unit]) for unit, kind in choices.items())
 
     @cached_property
     def _on_top(self) -> Array:
@@ -141,7 +145,7 @@ class UnitSavings:
         for _, unit, _, kind, _ in self.caps[-1].ordered(alive):
             if left <= 0:
                 break
-            saved, more = self._by_unit[unit]
+            saved, more, _ = self.by_unit[unit]
             left += alive[unit] * saved[chosen[unit]]
             able = [each for each, nbytes in enumerate(saved) if alive[unit] * nbytes >= left]
             chosen[unit] = min(able, key=more.__getitem__) if able else kind

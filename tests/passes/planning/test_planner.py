@@ -72,6 +72,25 @@ def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
     return Planner(program_of(name), PlanConstraints(cluster=cluster, **{"overlap_tp": False} | pins))
 
 
+# ---- what is not done twice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly
+def test_levels_of_zero_that_cost_the_same_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = replace(Cluster.parse("4xA100-SXM-80GB"), device=small())
+    pins: dict[str, Any] = {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "1F1B", "recompute": "none"}
+    planner, alone = planner_of("uneven", cluster, **pins), planner_of("uneven", cluster, **pins)
+    priced, price = list[Candidate](), planner.fitting.price
+    monkeypatch.setattr(planner.fitting, "price", lambda each: (priced.append(each), price(each))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(alone.prices, "level", lambda candidate: candidate.zero)
+    points = [each for each in planner.search(prune=False).points if each.candidate.zero == 3]
+    assert {each.candidate.reshard for each in points} == {"default", "always"}
+    assert {each.reshard for each in priced if each.zero == 3} == {"always"}
+    for each in points:
+        exact = alone.fitting.price(each.candidate).estimate
+        assert (each.step_time_s, each.peak_memory_bytes) == (exact.step_time_s, max(exact.peak_memory_bytes))
+
+
 # ---- against brute force ---------------------------------------------------------------------------------------
 
 

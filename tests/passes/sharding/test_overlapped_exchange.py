@@ -111,7 +111,7 @@ def test_rows_take_the_time_that_products_beside_them_leave(rate: float) -> None
 
     assert {row.phase for row in rows} == {Phase.FORWARD, Phase.INPUT} and all(row.beside for row in rows)
     for row in rows:
-        others = sum(beside.of_units._alone_s(each, ROWS) for each in row.beside)
+        others = sum(beside.of_units.compute.alone_s(each, ROWS) for each in row.beside)
         sent = beside.of_units.sent_s(row, ROWS)
         assert beside.of_units.exposed_s(row, ROWS) == pytest.approx(max(0.0, sent - others))
         assert {each.phase for each in row.beside} == (
