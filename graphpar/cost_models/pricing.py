@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -295,8 +296,10 @@ class Pricing(LayoutOrders):
             gradients_s=step.summed - step.pipeline,
             optimizer_s=step.after,
             stages=tuple(
-                replace(stage, kept_bytes=kept, gathered_bytes=gathered, gradient_bytes=gradients)
-                for stage, kept in zip(step.staged, self.kept_by(layout, [stage.units for stage in step.staged]))
+                replace(stage, kept_bytes=kept, left_bytes=left, gathered_bytes=gathered, gradient_bytes=gradients)
+                for stage, kept, left in zip(
+                    step.staged, *self._kept_and_left(layout, [each.units for each in step.staged])
+                )
                 for gathered, gradients in [self.bytes.whole([stage.units])]
             ),
             conditions=step.conditions,
@@ -540,15 +543,13 @@ class Pricing(LayoutOrders):
         self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool, *, halves: bool = True
     ) -> list[Most]:
         """Return the most bytes that each pp rank has of what comes and goes."""
-        saved, rows = self.kept_by(layout, stages), layout.microbatch_size
+        (saved, left), rows = self._kept_and_left(layout, stages, halves=halves), layout.microbatch_size
         state = list(zip(*(self.bytes.whole([stage]) for stage in stages)))
         whole = sum(map(sum, state))
         apart = halves and self._runs_apart(layout)
         if (not whole and not apart) or (self.mesh.pp == 1 and layout.order is None):
             return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
         parts = [self.bytes.halves(*stage, rows) for stage in stages] if apart else []
-        kept = (self.bytes.kept(*stage, rows)[0] for stage in stages)
-        left = [own + part.left - each for own, part, each in zip(saved, parts, kept)] if apart else saved
 
         def peaks(microbatches: int) -> list[int]:
             order = self._ordered(layout, len(saved), microbatches)
@@ -564,6 +565,16 @@ class Pricing(LayoutOrders):
             ]
             most.append(max(each, key=lambda peak: peak.activations + peak.whole + (peak.transient or 0)))
         return most
+
+    def _kept_and_left(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], *, halves: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return :meth:`kept_by`, and what each stage keeps of a microbatch whose backward has run its first half."""
+        saved, rows = self.kept_by(layout, stages), layout.microbatch_size
+        if not (halves and self._runs_apart(layout)):
+            return saved, saved
+        more = (self.bytes.halves(*stage, rows).left - self.bytes.kept(*stage, rows)[0] for stage in stages)
+        return saved, list(map(operator.add, saved, more))
 
     def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
         """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""

@@ -27,7 +27,7 @@ class StageEstimate:
         forward_sent_s, backward_sent_s: all of them.
         gather_s, reduce_s: of its sharded state, once a step, where the schedule's table says when.
         state_axis: under which axis these are counted.
-        kept_bytes: of activations, from a microbatch's forward to its backward.
+        kept_bytes: of activations, from a microbatch's forward to its backward; ``left_bytes``: from the first half of that to the second.
         gathered_bytes, gradient_bytes: of sharded state, what is whole from its first action to its last, and from its first backward on.
     """
 
@@ -46,6 +46,7 @@ class StageEstimate:
     reduce_s: float = 0.0
     state_axis: str = "dp_shard"
     kept_bytes: int = 0
+    left_bytes: int = 0
     gathered_bytes: int = 0
     gradient_bytes: int = 0
     forward_sent_s: Mapping[str, float] = field(default_factory=dict)

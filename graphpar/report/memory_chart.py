@@ -84,7 +84,8 @@ def memory_over_time(data: Mapping[str, Any], timeline: Timeline) -> list[Levels
     if data["mode"] == "train" and any(memory.get("cache") for memory in predicted["memory"]):
         return None
     stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
-    kept = in_flight(parse_table("\n".join(data["actions"])), [stage.kept_bytes for stage in stages])
+    table, left = parse_table("\n".join(data["actions"])), [stage.left_bytes for stage in stages]
+    kept = in_flight(table, [stage.kept_bytes for stage in stages], left)
     closing = timeline.closing or ((),) * len(timeline.spans)
     whole = [_whole([span.action for span in spans], stages) for spans in timeline.spans]
     memory = zip(predicted["memory"], predicted["reduced_bytes"])
