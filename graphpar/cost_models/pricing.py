@@ -386,7 +386,9 @@ class Pricing(LayoutOrders):
         return staged, costs
 
     def _runs_apart(self, layout: Layout) -> bool:
-        """Whether the schedule runs the halves of some backwards apart, for which a program has no functions that run both."""
+        """Whether the schedule runs the halves of some backwards apart, as torch does."""
+        if not self.execution.halves:
+            return False
         if layout.order is not None:
             return layout.order.splits_backwards
         return self.train and self.mesh.pp > 1 and get_schedule(layout.schedule).splits_backward
