@@ -225,7 +225,7 @@ class _ExchangingUnits(UnitPrices):
             return self.sent_s(row, rows) if waits else super().exposed_s(row, rows, apart)
         seconds = self.sent_s(row, rows)
         if row.beside:
-            seconds = max(0.0, seconds - sum(self._alone_s(each, rows) for each in row.beside))
+            seconds = max(0.0, seconds - sum(self.compute.alone_s(each, rows) for each in row.beside))
         if row.kind == "send":
             work = Work({self._attention[row.phase]: 1})
             seconds = max(0.0, seconds - self.compute.seconds(work, rows)[row.phase].attention / self._steps)
