@@ -14,9 +14,11 @@ from torch import Tensor
 import graphpar as gp
 from examples import grpo
 from graphpar.errors import GraphparError
+from graphpar.passes.planning import read_elsewhere
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.generation.prompts import Request, Sampling, check_alike
+from graphpar.runtime.layout import Shard
 from graphpar.verification.type_check import check_folder
 from tests.models import actor_critic, architectures
 from tests.ranks import between_steps_script
@@ -276,7 +278,7 @@ def test_what_can_not_generate_is_refused() -> None:
 
 
 class Positions(grpo.GPT):
-    """Its table of positions is a parameter, which training on tp divides with the sequence."""
+    """Its table of positions is a parameter, which training alone on tp divides with the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,9 +292,26 @@ class Positions(grpo.GPT):
 
 
 @pytest.mark.costly
-def test_what_to_pin_is_said_where_generation_can_not_use_what_training_stores() -> None:
+@pytest.mark.parametrize("sp", [True, False])
+def test_training_stores_what_generation_can_read(sp: bool) -> None:
     tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
     program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
-    with pytest.raises(GraphparError, match="pin it, such as"):
-        gp.partition(program, gp.plan(program, mesh="tp=2"))
-    gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "I@tp"}))
+    plan = gp.plan(program, mesh="tp=2", sp=sp)
+    parts = gp.partition(program, plan)
+    assert plan.sharding.parameters["positions"]["tp"] != Shard(0)
+    assert gp.check(parts).ok
+    with pytest.raises(GraphparError, match="the model can't generate"):
+        gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "S(0)@tp"}))
+
+
+@pytest.mark.costly
+def test_a_mesh_that_can_not_generate_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(problem: object, pins: object) -> None:
+        raise GraphparError("no placement")
+
+    monkeypatch.setattr(read_elsewhere, "possible", none)
+    tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
+    assert gp.plan(program, devices=2).mesh.tp == 1
+    with pytest.raises(GraphparError, match="can't generate on tp=2: no placement"):
+        gp.plan(program, mesh="tp=2")
