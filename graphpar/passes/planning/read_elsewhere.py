@@ -40,7 +40,9 @@ def with_read_elsewhere(program: Program, problem: Problem, rows: int, pins: Map
             types = _types(read, possible(read, SearchConstraints(offered)))
         except GraphparError as error:
             if other.mode == GENERATE:
-                raise GraphparError(f"{program.name} can't generate on {', '.join(f'{axis}={degree}' for axis, degree in axes.items())}: {error}") from error
+                raise GraphparError(
+                    f"{program.name} can't generate on {', '.join(f'{axis}={degree}' for axis, degree in axes.items())}: {error}"
+                ) from error
             continue  # evaluation may be refused alone, and so may lengths
         for name in types.keys() & stored.keys():
             for axis, kinds in types[name].items():
