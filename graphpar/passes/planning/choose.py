@@ -316,8 +316,8 @@ def solve(
         name: {axis: spec[axis] for axis in spec if not AXIS[axis].stores_shards}
         for name, spec in pins.parameters.items()
     }
-    types = with_read_elsewhere(program, problem, microbatch, types)
-    given = SearchConstraints(types, pin_nodes(problem.program, pins, points))
+    read = with_read_elsewhere(program, problem, microbatch, types)
+    given = SearchConstraints(read, pin_nodes(problem.program, pins, points))
     given = with_switches(given, problem, sp, loss_parallel)
     solution = search(problem, workload, costs, given)
     check_sequences(solution, given)

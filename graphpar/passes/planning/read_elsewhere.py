@@ -22,7 +22,7 @@ from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.option_kinds import GENERATE
 
 
-def with_read_elsewhere(program: Program, problem: Problem, rows: int, pins: Mapping[str, Spec]) -> dict[str, Spec]:
+def with_read_elsewhere(program: Program, problem: Problem, rows: int, pins: Mapping[str, Spec]) -> Mapping[str, Spec]:
     """Return ``pins`` of parameters, and for others the types in which all programs can read them, where that leaves some out.
 
     Args:
