@@ -20,7 +20,7 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.generation.prompts import Request, Sampling, check_alike
 from graphpar.runtime.layout import Shard
 from graphpar.verification.type_check import check_folder
-from tests.models import actor_critic, architectures
+from tests.models import actor_critic, architectures, dropout_sampler
 from tests.ranks import between_steps_script
 from tests.tools.rank_pool import RankPool
 
@@ -98,6 +98,28 @@ def test_on_four_ranks(pool: RankPool, tmp_path: Path) -> None:
         "interleaved": {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "Interleaved1F1B"},
     }
     check(cases, 4, 6, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_training_with_dropout_goes_on_under_other_meshes(pool: RankPool, tmp_path: Path) -> None:
+    tokens, labels = dropout_sampler.batch_of(dropout_sampler.prompts_of(0), []).values()
+    program = gp.export(
+        dropout_sampler.model, (tokens,), loss_fn=dropout_sampler.loss_fn, targets=(labels,), mode="train,generate"
+    )
+    asked: dict[str, dict[str, Any]] = {
+        "drops tp": {"mesh": {"tp": 2}},
+        "drops zero 3": {"mesh": {"dp_shard": 2}, "zero": 3},
+        "drops pp": {"mesh": {"pp": 2}},
+    }
+    for name, options in asked.items():
+        parts = gp.partition(program, gp.plan(program, **options), optimizer=dropout_sampler.__file__)
+        parts.save(tmp_path / name, weights=dropout_sampler.model().state_dict())
+    pool.torchrun(SCRIPT, [str(tmp_path), "2", *asked], nproc=2, timeout_s=300)
+    found = [each for name in asked for each in json.loads((tmp_path / f"{name}-rank_0.json").read_text())]
+    expected = list(dropout_sampler.eager(program.stream_layouts, 6))
+    assert [tokens for *_, tokens in found] == [tokens for *_, tokens in expected]
+    for (loss, norm, _), (own_loss, own_norm, _) in zip(found, expected, strict=True):
+        assert (loss, norm) == pytest.approx((own_loss, own_norm), abs=1e-5)
 
 
 @pytest.mark.slow
