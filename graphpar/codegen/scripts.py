@@ -373,8 +373,8 @@ _START = """if [[ -n $least$most ]]; then
         echo "launch.sh: --min-nodes needs HEAD, the same on all nodes, and --checkpoint, from which training goes on" >&2
         exit 2
     fi
-    conf=keep_alive_interval=5 endpoint="$HEAD:${{PORT:-29500}}"
-    if [[ $HEAD == */* ]]; then conf=store_type=file endpoint=$(realpath -m "$HEAD"); fi
+    conf=keep_alive_interval=5 endpoint="$HEAD:${{PORT:-29500}}" place=${{PORT:-29500}}
+    if [[ $HEAD == */* ]]; then conf=store_type=file endpoint=$(realpath -m "$HEAD") place=${{HEAD##*/}}; fi
     if [[ $HEAD == */* && (-d $HEAD || ! -w ${{HEAD%/*}}/) ]]; then
         echo "launch.sh: HEAD=$HEAD can't be written; it must be a new file in a folder that all nodes share" >&2
         exit 2
@@ -384,8 +384,10 @@ _START = """if [[ -n $least$most ]]; then
         exit 2
     fi
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # the ranks' own store is a new one after each change
-    exec torchrun --nnodes "$least:$most" --nproc-per-node "$devices" --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}" \\
-        --rdzv-backend c10d --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\
+    # The name of the job has the place where its nodes meet, so that launches of this folder by other HEADs have files of their own.
+    exec python3 -m graphpar.runtime.launching.nodes --nnodes "$least:$most" --nproc-per-node "$devices" \\
+        --max-restarts "${{RESTARTS:-100}}" --rdzv-id "${{JOB:-{job}}}-$place" --rdzv-backend c10d \\
+        --rdzv-conf "$conf${{RENDEZVOUS:+,$RENDEZVOUS}}" --rdzv-endpoint "$endpoint" \\
         --module graphpar.runtime.launching.elastic "$here" "$@"
 fi
 """

@@ -76,8 +76,8 @@ def generating_of(trained: Program, plan: Planned) -> tuple[Program, Planned]:
         found = placed_as_stored(program, alike)
     except GraphparError as error:
         raise GraphparError(
-            f"With the weights as training stores them the model can't generate: {error} Where a table of positions is sharded, pin it, "
-            'such as {"positions": "I@tp"} in a --shard-plan; or compile a program for generation of its own and send it the weights.'
+            f"With the weights as training stores them the model can't generate: {error} Compile a program for generation of its own "
+            "and send it the weights."
         ) from error
     stages = split(found.local, positions_of(found.local, plan.split_points))
     places = [StageRecord(stage.index, plan.stages[stage.index].rank, stage.modules) for stage in stages]

@@ -14,11 +14,13 @@ from torch import Tensor
 import graphpar as gp
 from examples import grpo
 from graphpar.errors import GraphparError
+from graphpar.passes.planning import read_elsewhere
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.generation.prompts import Request, Sampling, check_alike
+from graphpar.runtime.layout import Shard
 from graphpar.verification.type_check import check_folder
-from tests.models import actor_critic, architectures
+from tests.models import actor_critic, architectures, dropout_sampler
 from tests.ranks import between_steps_script
 from tests.tools.rank_pool import RankPool
 
@@ -96,6 +98,28 @@ def test_on_four_ranks(pool: RankPool, tmp_path: Path) -> None:
         "interleaved": {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "Interleaved1F1B"},
     }
     check(cases, 4, 6, tmp_path, pool)
+
+
+@pytest.mark.slow
+def test_training_with_dropout_goes_on_under_other_meshes(pool: RankPool, tmp_path: Path) -> None:
+    tokens, labels = dropout_sampler.batch_of(dropout_sampler.prompts_of(0), []).values()
+    program = gp.export(
+        dropout_sampler.model, (tokens,), loss_fn=dropout_sampler.loss_fn, targets=(labels,), mode="train,generate"
+    )
+    asked: dict[str, dict[str, Any]] = {
+        "drops tp": {"mesh": {"tp": 2}},
+        "drops zero 3": {"mesh": {"dp_shard": 2}, "zero": 3},
+        "drops pp": {"mesh": {"pp": 2}},
+    }
+    for name, options in asked.items():
+        parts = gp.partition(program, gp.plan(program, **options), optimizer=dropout_sampler.__file__)
+        parts.save(tmp_path / name, weights=dropout_sampler.model().state_dict())
+    pool.torchrun(SCRIPT, [str(tmp_path), "2", *asked], nproc=2, timeout_s=300)
+    found = [each for name in asked for each in json.loads((tmp_path / f"{name}-rank_0.json").read_text())]
+    expected = list(dropout_sampler.eager(program.stream_layouts, 6))
+    assert [tokens for *_, tokens in found] == [tokens for *_, tokens in expected]
+    for (loss, norm, _), (own_loss, own_norm, _) in zip(found, expected, strict=True):
+        assert (loss, norm) == pytest.approx((own_loss, own_norm), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -276,7 +300,7 @@ def test_what_can_not_generate_is_refused() -> None:
 
 
 class Positions(grpo.GPT):
-    """Its table of positions is a parameter, which training on tp divides with the sequence."""
+    """Its table of positions is a parameter, which training alone on tp divides with the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,9 +314,26 @@ class Positions(grpo.GPT):
 
 
 @pytest.mark.costly
-def test_what_to_pin_is_said_where_generation_can_not_use_what_training_stores() -> None:
+@pytest.mark.parametrize("sp", [True, False])
+def test_training_stores_what_generation_can_read(sp: bool) -> None:
     tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
     program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
-    with pytest.raises(GraphparError, match="pin it, such as"):
-        gp.partition(program, gp.plan(program, mesh="tp=2"))
-    gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "I@tp"}))
+    plan = gp.plan(program, mesh="tp=2", sp=sp)
+    parts = gp.partition(program, plan)
+    assert plan.sharding.parameters["positions"]["tp"] != Shard(0)
+    assert gp.check(parts).ok
+    with pytest.raises(GraphparError, match="the model can't generate"):
+        gp.partition(program, gp.plan(program, mesh="tp=2", shard_plan={"positions": "S(0)@tp"}))
+
+
+@pytest.mark.costly
+def test_a_mesh_that_can_not_generate_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(problem: object, pins: object) -> None:
+        raise GraphparError("no placement")
+
+    monkeypatch.setattr(read_elsewhere, "possible", none)
+    tokens = torch.zeros(8, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(Positions, (tokens,), loss_fn=likelihood, targets=(tokens,), mode="train,generate")
+    assert gp.plan(program, devices=2).mesh.tp == 1
+    with pytest.raises(GraphparError, match="can't generate on tp=2: no placement"):
+        gp.plan(program, mesh="tp=2")

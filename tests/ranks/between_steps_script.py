@@ -1,7 +1,8 @@
 """One rank of programs that generate between steps of training.
 
-As a script (under torchrun): FOLDER STEPS PROGRAM...; each PROGRAM in FOLDER is of ``examples/grpo.py``, or of
-``tests.models.actor_critic`` where its name begins with ``gap``. It writes what it finds (``PROGRAM-rank_N.json``) into FOLDER.
+As a script (under torchrun): FOLDER STEPS PROGRAM...; each PROGRAM in FOLDER is of ``examples/grpo.py``, of
+``tests.models.actor_critic`` where its name begins with ``gap``, or of ``tests.models.dropout_sampler`` where it begins with ``drops``:
+each of these goes on for STEPS where the one before ended. It writes what it finds (``PROGRAM-rank_N.json``) into FOLDER.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ import torch
 
 from examples import grpo
 from graphpar.runtime import Pipeline, start
-from tests.models import actor_critic
+from tests.models import actor_critic, dropout_sampler
 
 
 def main(folder: str, steps: str, *programs: str) -> None:
     root = Path(folder)
     with start(200) as ranks:
-        for program in programs:
-            with Pipeline(root / program, ranks.device) as pipeline:
+        for number, program in enumerate(programs, 1):
+            with Pipeline(root / program, ranks.device, seed=dropout_sampler.SEED) as pipeline:
                 pipeline.load_weights()
-                found: Any = gaps(pipeline) if program.startswith("gap") else list(grpo.train(pipeline, int(steps)))
+                found: Any
+                if program.startswith("gap"):
+                    found = gaps(pipeline)
+                elif program.startswith("drops"):
+                    found = list(dropout_sampler.train(pipeline, str(root / "checkpoints"), number * int(steps)))
+                else:
+                    found = list(grpo.train(pipeline, int(steps)))
                 pipeline.assert_idle()
             (root / f"{program}-rank_{ranks.rank}.json").write_text(json.dumps(found))
 

@@ -124,8 +124,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         EngineTensors("fused", square).entries({name: (name, value.shape) for name, value in square.items()})
     with pytest.raises(RuntimeProgramError, match="6 ranks can't share 4 heads"):
         EngineTensors("fused", {}, tp=(0, 6), kv_heads=4)
-    with pytest.raises(RuntimeProgramError, match="tp is \\(rank, ranks\\), counted from 0"):
-        EngineTensors("fused", {}, tp=(4, 4))
+    for axis in ("tp", "ep", "moe_tp"):
+        for wrong in ((4, 4), 2, (1,), None if axis != "moe_tp" else "2"):
+            with pytest.raises(RuntimeProgramError, match=f"{axis} is \\(rank, ranks\\), counted from 0"):
+                EngineTensors("fused", {}, **{axis: wrong})  # type: ignore[arg-type]
     with pytest.raises(RuntimeProgramError, match="there is no mapping fuse: name a TOML file, or one of fused, hf"):
         read_mapping("fuse")
     for text, said in {

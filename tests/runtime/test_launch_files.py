@@ -17,6 +17,7 @@ import yaml
 
 import graphpar as gp
 from graphpar.codegen.scripts import launch_files
+from graphpar.runtime.launching import elastic
 from tests.tools.programs import example
 from tests.tools.rank_pool import RankPool
 
@@ -229,3 +230,40 @@ def test_what_is_wrong_is_said_before_anything_starts(program: Path, variables: 
 
     assert ended.returncode == 2 and message in ended.stderr
     assert ended.stderr.startswith("launch.sh: ") and len(ended.stderr.splitlines()) == 1
+
+
+def test_launches_of_one_folder_have_files_of_their_own(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of the job that their ranks are told: it has the file or the port at which nodes meet."""
+    fake = tmp_path / "python3"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    jobs = []
+    for head, port in ((f"{tmp_path}/a b", "1"), (f"{tmp_path}/a", "1"), ("node0", "1"), ("node0", "2")):
+        environment = {"HEAD": head, "PORT": port, "JOB": "j", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = [program / "launch.sh", "--min-nodes", "1", "--max-nodes", "2", "--checkpoint", "ck"]
+        ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+        jobs.append(ended.stdout.partition("--rdzv-id ")[2].partition(" --rdzv-backend")[0])
+    assert jobs == ["j-a b", "j-a", "j-1", "j-2"]
+    notes = []
+    monkeypatch.setenv("MASTER_PORT", "7")
+    for job, port in (("j-a", "5"), ("j-a-b", "5"), ("j-a", "7")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        notes.append(elastic._note(tmp_path / "out", "failed", port))
+        notes[-1].touch()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "j-a")
+    elastic._remove_notes(tmp_path / "out")
+    assert [each.exists() for each in notes] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_nodes_of_a_job_that_has_ended_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(1)\n")
+    command = [sys.executable, "-m", "graphpar.runtime.launching.nodes", "--nnodes", "1:2", "--max-restarts", "0"]
+    command += ["--rdzv-id", "j", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file,last_call_timeout=1"]
+    command += ["--rdzv-endpoint", str(tmp_path / "head"), str(tmp_path / "fails.py")]
+    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(2))
+    assert first.returncode == 1
+    assert second.returncode == 2 and len(second.stderr.splitlines()) == 1
+    assert f"the job j that nodes met for at {tmp_path}/head has ended" in second.stderr

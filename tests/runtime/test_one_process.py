@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.runtime import Pipeline, start
+from graphpar.runtime.checkpoints.weight_transfer import all_ranks, transfer
 from graphpar.runtime.debugging import events
 from graphpar.runtime.errors import RuntimeProgramError
 
@@ -135,3 +138,29 @@ def test_a_save_that_is_not_waited_for_holds_the_values_of_its_call(
         pipeline.load_checkpoint(tmp_path / "1", optimizer)
         assert all(torch.equal(value, saved[name]) for name, value in pipeline.named_parameters())
         assert all(map(torch.equal, (state["momentum_buffer"] for state in optimizer.state.values()), moments))
+
+
+def test_dtypes_of_weights_for_another_engine_have_names(folder: Path) -> None:
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        for dtype in ("bf16", torch.bfloat16):
+            assert {value.dtype for _, value in pipeline.weights_for(dtype=dtype)} == {torch.bfloat16}
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"dtype": "bfloat"}, "dtype is 'bfloat', not fp32, bf16, fp16"),
+            ({"dtype": torch.int8}, "dtype is torch.int8"),
+            ({"dtype": 16}, "dtype is 16"),
+            ({"ranks": 0}, "ranks is 0, not a list of ranks"),
+        ]
+        for options, message in wrong:
+            with pytest.raises(RuntimeProgramError, match=message):
+                pipeline.weights_for(**options)
+
+
+def test_a_transfer_says_the_seconds_after_the_wait(folder: Path) -> None:
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        began, state = time.monotonic(), pipeline._state(None)
+        moved = transfer(
+            all_ranks(ranks.device), state, state, 1, may=lambda: time.sleep(0.5)
+        )  # as in the other launch
+        assert moved.seconds <= time.monotonic() - began - 0.5

@@ -41,6 +41,7 @@ from graphpar.passes.planning.constraints import (
     usual_schedule,
 )
 from graphpar.passes.planning.planned import Planned
+from graphpar.passes.planning.read_elsewhere import with_read_elsewhere
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.split_points import balanced_split_points, pinned_split_points
 from graphpar.passes.sharding.costs import Workload
@@ -315,7 +316,8 @@ def solve(
         name: {axis: spec[axis] for axis in spec if not AXIS[axis].stores_shards}
         for name, spec in pins.parameters.items()
     }
-    given = SearchConstraints(types, pin_nodes(problem.program, pins, points))
+    read = with_read_elsewhere(program, problem, microbatch, types)
+    given = SearchConstraints(read, pin_nodes(problem.program, pins, points))
     given = with_switches(given, problem, sp, loss_parallel)
     solution = search(problem, workload, costs, given)
     check_sequences(solution, given)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from graphpar.annotations.values import Spec
 from graphpar.ir.batch_sizes import is_size
 from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.gradients import block_results, differentiable_nodes
@@ -105,18 +106,18 @@ class Problem:
 
 
 def build_problem(
-    program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]] = MappingProxyType({})
+    program: Program, degrees: Mapping[str, int], stored: Mapping[str, Spec] = MappingProxyType({})
 ) -> Problem:
     """Build the problem of ``program`` on the axes ``degrees`` (each larger than 1).
 
     Args:
-        stored: types of parameters that are known, in which operators may read them though no neighbour shards them so.
+        stored: types in which operators may read parameters though no neighbour shards them so.
     """
     return _Builder(program, degrees, stored).build()
 
 
 class _Builder:
-    def __init__(self, program: Program, degrees: Mapping[str, int], stored: Mapping[str, Mapping[str, Type]]) -> None:
+    def __init__(self, program: Program, degrees: Mapping[str, int], stored: Mapping[str, Spec]) -> None:
         self.program = program
         self.degrees = dict(degrees)
         self.axes = tuple(degrees)
@@ -164,7 +165,7 @@ class _Builder:
             self.operators,
         )
 
-    def _stored_groups(self, stored: Mapping[str, Mapping[str, Type]]) -> list[tuple[list[fx.Node], int]]:
+    def _stored_groups(self, stored: Mapping[str, Spec]) -> list[tuple[list[fx.Node], int]]:
         """Return groups of nodes whose parameters must be stored in the same types, each with its number of distinct parameters."""
         readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
         groups: dict[fx.Node, list[fx.Node]] = {}
@@ -177,8 +178,9 @@ class _Builder:
                     name = f"{prefix}{node.target}"
                     readers.setdefault(self.program.tie_of(name)[0], []).append(node)
                     for axis, shards in zip(self.axes, self.shards):
-                        if isinstance(kind := stored.get(name, {}).get(axis), Shard):
-                            shards.setdefault((node, 0), {})[kind] = None
+                        for kind in sorted(stored.get(name, {}).get(axis, ()), key=str):
+                            if isinstance(kind, Shard):
+                                shards.setdefault((node, 0), {})[kind] = None
         for first, *others in readers.values():
             for other in others:
                 if groups[other] is not groups[first]:

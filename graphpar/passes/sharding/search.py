@@ -67,6 +67,15 @@ def search(
     return _Search(problem, workload, costs or ShardingCosts(), pins or SearchConstraints()).solve()
 
 
+def possible(problem: Problem, pins: SearchConstraints) -> Mapping[Operator, Sequence[int]]:
+    """Return the choices of each operator that the pins allow and its neighbours can follow.
+
+    Raises:
+        GraphparError: an operator has none.
+    """
+    return _Search(problem, Workload(1, 1), ShardingCosts(), pins).possible()
+
+
 def views_of_weights(problem: Problem) -> set[fx.Node]:
     """Return parameters, their views, such as ``weight.T``, and their casts, such as ``weight.bfloat16()``."""
     found: set[fx.Node] = set()
@@ -123,6 +132,15 @@ class _Search:
         solution.parts = priced(solution, self.prices)
         solution.seconds = sum(solution.parts.values())
         return solution
+
+    def possible(self) -> Mapping[Operator, Sequence[int]]:
+        """Return the choices that are left before the search."""
+        self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
+        try:
+            self._prune(strict=False)
+        except _Infeasible:
+            raise self._refused() from None
+        return self.options
 
     def _solve(self, strict: bool) -> Solution:
         self.options = {operator: self._pinned(operator) for operator in self.problem.operators}

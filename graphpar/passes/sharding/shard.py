@@ -68,7 +68,10 @@ def problem_of(program: Program, sharding: Sharding, rows: int, seen: Seen | Non
     """Return the problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
     if not sharding.degrees:
         return None
-    return build_problem(prepared(program, sharding, rows, seen), sharding.degrees, sharding.parameters)
+    stored = {
+        name: {axis: frozenset({kind}) for axis, kind in spec.items()} for name, spec in sharding.parameters.items()
+    }
+    return build_problem(prepared(program, sharding, rows, seen), sharding.degrees, stored)
 
 
 def shard(program: Program, sharding: Sharding) -> Program:

@@ -335,6 +335,14 @@ class EngineTensors:
         self.mapping, self._rules = str(mapping), read_mapping(mapping)
         self._numbers = {name: size for name, size in zip(NUMBERS, (heads, kv_heads)) if size is not None}
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        for axis, place in {"tp": tp, "ep": ep, "moe_tp": moe_tp or tp}.items():
+            try:
+                own, count = place
+                known = 0 <= own < count
+            except (TypeError, ValueError):  # such as a number
+                known = False
+            if not known:
+                raise RuntimeProgramError(f"{axis} is (rank, ranks), counted from 0, such as (1, 4); it is {place!r}")
         rank, ranks = tp
         heads = min(kv_heads or ranks, ranks)
         if ranks % heads:
@@ -345,11 +353,6 @@ class EngineTensors:
             raise RuntimeProgramError(
                 f"{listed(scaled)} have 8 bits, and scales that a mapping does not make; send in 16 bits"
             )
-        for axis, (own, count) in self._places.items():
-            if not 0 <= own < count:
-                raise RuntimeProgramError(
-                    f"{axis} is (rank, ranks), counted from 0, such as (1, 4); it is {(own, count)}"
-                )
 
     def entries(self, offered: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Entry]:
         """Describe where boxes of the model's tensors are in the engine's.

@@ -29,6 +29,7 @@ from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.records import DTYPES
 from graphpar.runtime.stages.batches import Feed
 from graphpar.runtime.stages.initialise import initial_values, model_of
 from graphpar.runtime.stages.loss_scale import LossScale
@@ -165,7 +166,7 @@ class Stored:
         mapping: str | Path = "hf",
         *,
         ranks: Collection[int] | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         bucket_bytes: int = 2**30,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield undivided tensors with the names that another engine loads, of weights with the products of adapters added.
@@ -175,13 +176,20 @@ class Stored:
         Args:
             mapping: a mapping file, or the name of one that graphpar has: "hf" (the model's names), "hf_mixtral", "hf_qwen_moe".
             ranks: which receive the tensors; by default all.
-            dtype: of floating-point tensors; by default as they are stored.
+            dtype: of floating-point tensors, such as "bf16" or ``torch.bfloat16``; by default as they are stored.
             bucket_bytes: how much of the model a rank has at a time, or one tensor where that is larger.
 
         Raises:
-            RuntimeProgramError: in all processes: the mapping can't be read, or leaves out a tensor of the model.
+            RuntimeProgramError: in all processes: the mapping can't be read, or leaves out a tensor of the model; or an argument is wrong.
         """
         self._check_unmerged("weights_for")
+        dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise RuntimeProgramError(
+                f"weights_for: dtype is {dtype!r}, not {', '.join(DTYPES)}, or one of torch's floating-point dtypes"
+            )
+        if not isinstance(ranks, Collection | None):
+            raise RuntimeProgramError(f"weights_for: ranks is {ranks!r}, not a list of ranks, such as [0]")
         return engine_tensors(all_ranks(self.device), self._state(None), mapping, ranks, dtype, bucket_bytes)
 
     def receive_weights(self, peers: Peers) -> Transfer:

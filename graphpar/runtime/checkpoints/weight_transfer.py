@@ -67,7 +67,8 @@ QUIET_S, AGAIN_S = 10.0, 60.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a transfer of weights moved: the bytes of all messages, the fewest that could be, this process's seconds, and the version."""
+    """What a transfer of weights moved: the bytes of all messages, the fewest that could be, the seconds that it took from when all
+    processes were ready, and the version."""
 
     moved_bytes: int
     least_bytes: int
@@ -258,9 +259,10 @@ def transfer(
     Raises:
         RuntimeProgramError: in all processes, before anything is sent: the programs are of different models.
     """
-    began, own = time.monotonic(), channel.own
+    own = channel.own
     with _waiting(channel.other), channel.agreed():
         may()
+    began = time.monotonic()
     held = {} if sender is None else _entries(sender, only)
     names_of = {name: _names(sender, name) for name in held} if sender is not None else {}
     offers = channel.gathered([(name, names_of[name], entry.shape) for name, entry in held.items()])

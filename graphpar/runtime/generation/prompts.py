@@ -229,13 +229,15 @@ class Sampling:
         shares = values.softmax(-1)
         before = shares.cumsum(-1) - shares
         shares = shares.masked_fill(before >= self.top_p, 0.0) if self.top_p < 1 else shares
+        # In the order of the tokens, which rounding doesn't change, unlike that of nearly equal logits.
+        shares = torch.zeros_like(shares).scatter(-1, order, shares)
         sums = shares.cumsum(-1)
         drawn = [self._uniform(number, len(sequence)) for number, sequence in zip(numbers, sequences)]
         places = torch.searchsorted(
             sums, torch.tensor(drawn, device=sums.device).unsqueeze(-1) * sums[:, -1:], right=True
         )
-        last = (shares > 0).sum(-1, keepdim=True) - 1
-        chosen: Tensor = order.gather(-1, places.minimum(last)).squeeze(-1)
+        last = (shares > 0).int().cumsum(-1).argmax(-1, keepdim=True)
+        chosen: Tensor = places.minimum(last).squeeze(-1)
         return chosen
 
     def _penalised(self, logits: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:

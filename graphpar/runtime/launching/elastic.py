@@ -82,9 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     program = out if ranks == ranks_of(out) else resumed_folder(out, ranks)
     if rank == 0:
-        for old in program.parent.glob(_note(program, "*", "*").name):
-            if not old.name.endswith((f"-{os.environ['MASTER_PORT']}", "-last")):
-                old.unlink(missing_ok=True)
+        _remove_notes(program)
     if program != out:
         if (out / "weights").is_dir() and not any(each.partition("=")[0] == "--weights" for each in given):
             given = [*given, "--weights", str(out / "weights")]  # which may be others than the model file's
@@ -143,6 +141,15 @@ def _note(program: Path, what: str, port: str | None = None) -> Path:
     """Return the file by which rank 0 tells the others something; each start of the ranks has a port, and so files, of its own."""
     job, port = os.environ.get("TORCHELASTIC_RUN_ID", ""), port or os.environ["MASTER_PORT"]
     return program.with_name(f".{program.name}.{what}-{re.sub(r'[^A-Za-z0-9-]', '_', job)}-{port}")
+
+
+def _remove_notes(program: Path) -> None:
+    """Remove what was told at earlier starts of this launch; files of another job may begin with the same name."""
+    for what in ("alive", "ended", "failed"):
+        for old in program.parent.glob(_note(program, what, "*").name):
+            port = old.name.rpartition("-")[2]
+            if port != os.environ["MASTER_PORT"] and old == _note(program, what, port):
+                old.unlink(missing_ok=True)
 
 
 def _say_alive(note: Path) -> None:

@@ -366,3 +366,16 @@ def test_a_drawn_token_depends_on_seed_sequence_and_position_alone() -> None:
     ]
     assert together == alone
     assert any(other != together for other in others)
+
+
+def test_rounding_of_nearly_equal_logits_draws_the_same() -> None:
+    """Under another plan they differ by as much, and may be in another order; with every token of 50 as likely as the others or nearly."""
+    rounding = 1e-6 * torch.randn(2, 64, 50, generator=torch.Generator().manual_seed(0))
+    sequences, numbers = [[1]] * 64, range(64)
+    for sampling in (
+        Sampling(do_sample=True),
+        Sampling(do_sample=True, top_k=60),
+        Sampling(do_sample=True, top_p=0.9999),
+    ):
+        one, other = (sampling.tokens(each, sequences, numbers).tolist() for each in rounding)
+        assert one == other and len(set(one)) > 20
