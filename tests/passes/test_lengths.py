@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.passes.lengths import tried
+from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import load_manifest
 
 IDS = torch.randint(16, (4, 12))
@@ -139,3 +140,22 @@ def test_ranges_that_can_not_be() -> None:
     program = gp.export(Model(), (IDS,), loss_fn=loss_fn, targets=(IDS,), seq="6..24")
     with pytest.raises(gp.GraphparError, match=r"seq is 6..12, but the program was exported for 6..24"):
         gp.plan(program, seq="6..12")
+
+
+class Sliced(Model):
+    """Its table of positions is a parameter, of which the longest sequence reads all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(12, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids) + self.table[: ids.shape[1]])
+        return self.head(x + F.gelu(self.qkv(x))[..., :8])
+
+
+def test_tables_are_stored_as_all_lengths_of_a_list_can_read_them() -> None:
+    program = gp.export(Sliced(), (IDS,), loss_fn=loss_fn, targets=(IDS,), seq="4,8,12")
+    plan = gp.plan(program, mesh={"tp": 2})
+    assert plan.sharding.parameters["table"]["tp"] != Shard(0)
+    assert gp.check(gp.partition(program, plan)).ok
