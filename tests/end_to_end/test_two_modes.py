@@ -179,7 +179,7 @@ def test_a_buffer_of_another_stage_is_not_read_in_evaluation() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if self.training:
-                self.seen += 1
+                self.seen.add_(1)
             for layer in self.layers:
                 x = layer(x).relu()
             return (x / (1 + self.seen)).square().mean()
