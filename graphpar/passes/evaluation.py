@@ -69,6 +69,7 @@ def with_evaluated_stages(evaluated: Program, plan: Plan, trained: Stages, emitt
             local, stages = with_units_of(local, stages, trained[1], emitted[1])
         else:
             local, stages = step.run(local, stages, plan, {})
+    _check_buffers(trained[0], trained[1], stages)
     if plan.fully_sharded:
         _check_units(program, plan, emitted[1], stages)
     program = replace(program, evaluated=local)
@@ -121,6 +122,21 @@ def _held(program: Program, stage: Stage) -> frozenset[str]:
     inside = {name for name in alone if any(is_below(name, path) for path in calls)}
     held = inside | {name for name in own if name in alone}
     return frozenset({*calls}.union(*map(program.tie_of, held)))
+
+
+def _check_buffers(program: Program, trained: Sequence[Stage], evaluated: Sequence[Stage]) -> None:
+    """Check that no stage reads a buffer that another one writes in training, and has the values of.
+
+    Raises:
+        GraphparError: one does.
+    """
+    written = {name for uses in written_buffers_of(program).uses for name in program.tie_of(uses.name)}
+    for index, (before, stage) in enumerate(zip(trained, evaluated)):
+        if elsewhere := sorted(written & _held(program, stage) - _held(program, before)):
+            raise GraphparError(
+                f"in evaluation mode stage {index} reads {elsewhere[0]}, which another stage writes in training; split the model "
+                "elsewhere, or use fewer stages"
+            )
 
 
 def _check_units(program: Program, plan: Plan, trained: Sequence[Stage], evaluated: Sequence[Stage]) -> None:

@@ -169,6 +169,29 @@ def test_a_split_that_evaluation_can_not_follow_is_told() -> None:
     )
 
 
+@pytest.mark.costly
+def test_a_buffer_of_another_stage_is_not_read_in_evaluation() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+            self.seen = torch.nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.seen.add_(1)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return (x / (1 + self.seen)).square().mean()
+
+    program = gp.export(Counting(), (torch.zeros(4, 8),), evaluates=True)
+    found = {
+        pp: gp.partition(program, gp.plan(program, mesh={"pp": pp})).compilation.emitted[0].no_eval for pp in (1, 2)
+    }
+    assert found[1] is None
+    assert "in evaluation mode stage 1 reads seen, which another stage writes in training" in str(found[2])
+
+
 def test_dropout_and_batch_norm_alone_are_no_second_program() -> None:
     batch = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
     program = gp.export(
