@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import fx
@@ -53,6 +53,29 @@ def differentiable_nodes(program: Program, inputs: Iterable[fx.Node] = ()) -> se
     return found
 
 
+def gradients_back(program: Program, differentiable: Collection[fx.Node]) -> set[tuple[fx.Node, fx.Node]]:
+    """Find the (value, user) of the root graph between which a gradient comes back in the backward of what the program returns: not where
+    the user, or all that follows, detaches it. ``differentiable``: :func:`differentiable_nodes`."""
+    found: set[tuple[fx.Node, fx.Node]] = set()
+    reached = {program.graph.output_node()}
+    for node in reversed(program.graph.nodes):
+        for value in node.all_input_nodes if node in reached else ():
+            if value in differentiable and (node.op == "output" or _passes(program, value, node)):
+                found.add((value, node))
+                reached.add(value)
+    return found
+
+
+def _passes(program: Program, value: fx.Node, user: fx.Node) -> bool:
+    """Whether a result of ``user`` has a gradient of ``value``."""
+    if user.op != "call_module":
+        return _differentiable(program, user, "", {value})
+    block = program.block_of(user)
+    places = frozenset(place for place, argument in enumerate(user.args) if argument is value)
+    inside = _differentiable_inside(program, block.graph, "", places, parameters=False)
+    return any(result in inside for result in block_results(block.graph))
+
+
 def blocks_without_backward(program: Program, inputs: Iterable[fx.Node] = ()) -> set[str]:
     """Return the paths of the blocks through which no gradient flows, such as those of a network that is frozen as a whole.
 
@@ -74,12 +97,14 @@ def is_read_in_backward(node: fx.Node) -> bool:
     )
 
 
-def _differentiable_inside(program: Program, graph: fx.Graph, prefix: str, given: frozenset[int]) -> set[fx.Node]:
-    """The values of a block or function that a gradient flows through, where one flows through the arguments ``given``."""
+def _differentiable_inside(
+    program: Program, graph: fx.Graph, prefix: str, given: frozenset[int], *, parameters: bool = True
+) -> set[fx.Node]:
+    """The values of a block or function that a gradient flows through, where one does through arguments ``given`` and ``parameters``."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     found = {placeholders[place] for place in given}
     for node in graph.nodes:
-        if _differentiable(program, node, prefix, found):
+        if (parameters or node.op != "get_attr") and _differentiable(program, node, prefix, found):
             found.add(node)
     return found
 

@@ -14,6 +14,8 @@ soon as their inputs are there. A frozen network is placed by the trained one be
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +25,7 @@ from graphpar.ir.batch_sizes import batch_coefficients
 from graphpar.ir.program import Helper, Program, operator_name, value_of, where
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
-from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.gradients import differentiable_nodes, gradients_back
 from graphpar.operators.naming import unique_names, value_name
 from graphpar.passes.normalize.applications import followed, placed_with
 from graphpar.passes.normalize.buffer_uses import BufferUses, written_buffers_of
@@ -237,10 +239,18 @@ class _Placement:
     def _with_parameters(self) -> set[int]:
         return {self.stage[node] for node in self.nodes if node.op == "call_module" or _has_parameters(node)}
 
-    def requires_grad(self, node: fx.Node) -> bool:
-        """Return whether a gradient of this value comes back when it is sent."""
+    @cached_property
+    def _gradients_back(self) -> set[tuple[fx.Node, fx.Node]]:
+        return gradients_back(self.program, self.differentiable)
+
+    def requires_grad(self, node: fx.Node, stage: int) -> bool:
+        """Return whether a gradient of this value comes back from ``stage``, or later ones. One of zeros would be wrong: optimizers step
+        parameters that have a gradient."""
         value = value_of(node)
-        return isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable
+        if not (isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable):
+            return False
+        later = (user for user in node.users if user.op == "output" or self.stage.get(user, -1) >= stage)
+        return any((node, user) in self._gradients_back for user in later)
 
 
 class _Given(_Placement):
@@ -415,8 +425,8 @@ def _stage(
     return Stage(
         index=index,
         graph=graph,
-        receives=tuple(Boundary(names[node], node, placement.requires_grad(node)) for node in received),
-        sends=tuple(Boundary(names[node], node, placement.requires_grad(node)) for node in sent),
+        receives=tuple(Boundary(names[node], node, placement.requires_grad(node, index)) for node in received),
+        sends=tuple(Boundary(names[node], node, placement.requires_grad(node, index + 1)) for node in sent),
         inputs=tuple(str(node.target) for node in placeholders if str(node.target) not in counts),
         counts=counts,
         attributes=(),
@@ -445,7 +455,11 @@ def _finish(
     """Add the stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
         held = placement.buffers.memory
-        results = [_cloned_buffer(graph, env[node]) if node in held else env[node] for node in sent]
+        results = [_copied(graph, env[node], torch.ops.aten.clone) if node in held else env[node] for node in sent]
+        for place, node in enumerate(sent):
+            given = placement.stage[node] < index and not placement.requires_grad(node, index)
+            if node in placement.differentiable and not given and not placement.requires_grad(node, index + 1):
+                results[place] = _copied(graph, results[place], torch.ops.aten.detach)
         graph.output(results[0] if len(results) == 1 else tuple(results))
     else:
         output = next(node for node in placement.nodes if node.op == "output")
@@ -455,9 +469,9 @@ def _finish(
     remove_dead_code(graph)
 
 
-def _cloned_buffer(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Clone a buffer's value, since the next microbatch may write the buffer while this value is being sent."""
-    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+def _copied(graph: fx.Graph, node: fx.Node, operator: Any) -> fx.Node:
+    """Clone a buffer's value, since the next microbatch may write the buffer while it is being sent, or detach what has no gradient."""
+    copy = graph.call_function(operator.default, (node,))
     copy.meta = dict(node.meta)
     return copy
 
@@ -472,7 +486,7 @@ def copy_written(graph: fx.Graph, again: Collection[str]) -> None:
                 read = read.args[0]  # type: ignore[assignment]
             if read.op == "get_attr" and read.target in written:
                 with graph.inserting_before(call):
-                    call.replace_input_with(argument, _cloned_buffer(graph, argument))
+                    call.replace_input_with(argument, _copied(graph, argument, torch.ops.aten.clone))
 
 
 def _may_view(node: fx.Node) -> bool:

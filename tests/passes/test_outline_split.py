@@ -244,6 +244,20 @@ def test_integers_and_booleans_cross_without_gradients() -> None:
     assert [len(stage.sends) for stage in stages] == [3, 3, 0]
 
 
+def test_what_later_stages_detach_comes_back_without_a_gradient() -> None:
+    """One of zeros would let optimizers step parameters that have none in the model."""
+
+    def wiring(layers: Any, x: Tensor) -> Tensor:
+        once, twice = layers[0](x), layers[1](x)
+        x = layers[2](once)
+        return layers[3](x + twice.detach() + once)
+
+    stages = assert_stages_exact(case_of(Chain([nn.Linear(8, 8) for _ in range(4)], wiring)), "layers.2", "layers.3")
+
+    found = [{boundary.name: boundary.requires_grad for boundary in stage.sends} for stage in stages]
+    assert [sorted(each.values()) for each in found] == [[False, True], [False, True, True], []]
+
+
 @pytest.mark.costly
 def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
     class Language(nn.Module):
