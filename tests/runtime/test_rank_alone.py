@@ -262,6 +262,23 @@ def test_the_moment_of_the_most_memory_is_found(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_large_unit_takes_what_is_predicted(zero: int, tmp_path: Path) -> None:
+    """At level 1 one rank updates all of its weight. Above, what has arrived is there beside that during the forward."""
+    program = gp.export(lambda: nn.Linear(512, 1024), (torch.randn(16, 64, 512),), loss_fn=lambda y: y.square().mean())
+    plan = gp.plan(program, "4xCPU", mesh={"dp_shard": 4}, zero=zero, microbatch_size=4)
+    gp.partition(program, plan).save(tmp_path / "out")
+    measured = []
+    for rank in range(4):
+        with start(alone=(rank, 4)) as ranks, Memory(ranks.device) as memory:
+            with Pipeline(tmp_path / "out", ranks.device) as pipeline:
+                run(pipeline, Clock(ranks.device), memory)
+            del pipeline
+        measured.append(memory.allocated)
+    assert 0.97 * max(measured) <= gp.estimate(program, plan).memory[0].allocated <= 1.05 * max(measured)
+
+
+@pytest.mark.costly
 def test_a_step_of_the_optimizer_takes_what_is_predicted(tmp_path: Path) -> None:
     """Two temporary tensors of the size of the largest parameter, when all else that comes and goes is small; three of a tied one that two
     stages have."""
