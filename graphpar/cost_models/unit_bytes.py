@@ -343,6 +343,8 @@ class UnitBytes:
         others = number + way * (run.gathered - 1)
         first, after = sorted((number, others))
         both = sum(gathered[max(0, first) : max(0, after + 1)]) + arrived
+        if isinstance(run.reshard, int):  # what ranks keep between forward and backward
+            both += sum(gathered[: max(0, first)]) // run.reshard
         if run.shards_on_host and number >= 0:  # a shard that has come from there
             both += -(-gathered[number] // run.shards)
         return both + rest
@@ -544,8 +546,10 @@ class UnitBytes:
                 kept += (self.mesh.pp - 1) * min(received, default=0)
             state = self._fixed(0, len(self.units), alone)
             if instead:
-                gradients = self._shards_of_gradients(self.held([(0, len(self.units))]), self._level_of_gradients)
-                state, kept = state - gradients, max(kept, gradients)
+                every = [(0, len(self.units))]
+                gradients = self._shards_of_gradients(self.held(every), self._level_of_gradients)
+                rest = round(gradients / (1 + ALLOCATOR_SLACK)) - sum(self.whole(every))  # has no overhead
+                state, kept = state - gradients, max(kept, rest)
             self._averages[key] = state, kept
         return self._averages[key]
 

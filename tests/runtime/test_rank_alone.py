@@ -234,6 +234,7 @@ _MOMENTS: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"mesh": {"dp_shard": 4}, "zero": 1, "recompute": "full", "global_batch": 16},
     "ZeRO 2": {"mesh": {"dp_shard": 4}, "zero": 2, "global_batch": 64},
     "ZeRO 3": {"mesh": {"dp_shard": 4}, "zero": 3, "recompute": "full", "global_batch": 16},
+    "ZeRO 3, some ranks keep it": {"mesh": {"dp_shard": 4}, "zero": 3, "reshard": 2, "global_batch": 16},
     "ZeRO 3, microbatches": {"mesh": {"dp_shard": 4}, "zero": 3, "global_batch": 64},
     "ZeRO 3, stages": {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 3, "schedule": "1F1B", "global_batch": 32},
 }
