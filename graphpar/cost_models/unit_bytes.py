@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -258,7 +258,9 @@ class UnitBytes:
             stepping = 0 if elsewhere_stepped else self._stepping(units, held)
             bucket, flat = self._bucket(self.held(mine), self.tied_beyond(mine)), self._flat(units)
             gradients = self._shards_of_gradients(held)
-            reduced = self._shards_of_gradients(held, 1) if run.copies_gradients else gradients
+            reduced = gradients
+            if run.copies_gradients and not run.shards_on_host:
+                reduced = self._share(held, self.gradient_bytes)
             self._constants[key] = _Constant(
                 memory,
                 memory.total,
@@ -307,8 +309,10 @@ class UnitBytes:
                     if alone or sharded:
                         values = sum(part.elements * part.itemsize for part in own)
                         backward += whole + flat + (round(at.growth * gradients / values) if values else 0)
-                    for way, on_top in ((1, at.forward), (-1, backward)):
-                        moments.append(_Walked(kept, there, self._gathered_at(number, way, alone), on_top))
+                    moments.append(_Walked(kept, there, self._gathered_at(number, -1, alone), backward))
+                    for first in {alone, alone or self._gathered_for_step}:  # microbatches of the step
+                        gathered = self._gathered_at(number, 1, first)
+                        moments.append(_Walked(kept, 0 if first else there, gathered, at.forward))
                     kept -= joined.freed(after, inputs_only=run.recompute == "full")
                     whole, copied = whole + gradients, copied + self.reduced_sizes(own)
                 if sharded:
@@ -323,29 +327,35 @@ class UnitBytes:
             self._walks[key] = max(moments, key=lambda moment: moment.nbytes)
         return self._walks[key]
 
-    def _gathered_at(self, number: int, way: int, last: bool) -> int:
+    def _gathered_at(self, number: int, way: int, alone: bool) -> int:
         """Return the bytes of sharded parameters that are gathered while the units that are gathered together as ``number`` run forward (1)
-        or backward (-1) in an only stage; ``last``: no microbatch comes after."""
-        gathered, run = self._gathered, self.execution
-        if self._gathered_for_step:
-            return sum(gathered[: number + 1]) if last and way < 0 else sum(gathered)
-        if run.zero < 3:
+        or backward (-1) in an only stage, before the first at -1; ``alone``: in a microbatch that gathers what a step keeps, and frees it.
+
+        In a forward FSDP2 keeps what has arrived for a unit, beside its parameters, until the next one has them.
+        """
+        (gathered, rest), run = self._gathered, self.execution
+        if run.zero < 3 and not self._gathered_for_step:
             return 0
+        if number < 0 and not any(gathered):  # the stage is one unit
+            return 0
+        arrived = (gathered[number] or (0 if any(gathered[:number]) else rest)) if way > 0 else 0
+        if self._gathered_for_step:
+            return rest + (sum(gathered[: number + 1]) + arrived if alone else sum(gathered))
         others = number + way * (run.gathered - 1)
         first, after = sorted((number, others))
-        both = sum(gathered[max(0, first) : after + 1])
+        both = sum(gathered[max(0, first) : max(0, after + 1)]) + arrived
+        if isinstance(run.reshard, int):  # what ranks keep between forward and backward
+            both += sum(gathered[: max(0, first)]) // run.reshard
         if run.shards_on_host and number >= 0:  # a shard that has come from there
             both += -(-gathered[number] // run.shards)
-        return both + run.gathered_bytes(part for unit in self.units for part in unit.held if part.rest)
+        return both + rest
 
     @cached_property
-    def _gathered(self) -> list[int]:
-        """The bytes that units which are gathered together in an only stage take when they are; what is gathered with the stage counts with
-        its unit where that stays."""
-        groups = [[part for unit in group for part in unit.held] for group in together(self.units)]
-        if self._gathered_for_step:
-            return list(map(self.execution.gathered_bytes, groups))
-        return [self.execution.gathered_bytes(part for part in group if not part.rest) for group in groups]
+    def _gathered(self) -> tuple[list[int], int]:
+        """The bytes that units which are gathered together in an only stage take when they are, and those of what is gathered with the
+        stage."""
+        groups = [self.execution.gathered_bytes(parts) for parts in parts_together(self.units)]
+        return groups, self.execution.gathered_bytes(part for unit in self.units for part in unit.held if part.rest)
 
     @property
     def _gathered_for_step(self) -> bool:
@@ -380,7 +390,7 @@ class UnitBytes:
         held = self.held([(first, after)])
         gradients = self._shards_of_gradients(held, self._level_of_gradients)
         whole = sum(self.whole([(first, after)])) if alone else 0
-        return self.state(held, gradients).total + round((1 + ALLOCATOR_SLACK) * whole)
+        return self.state(held, gradients, evenly=True).total + round((1 + ALLOCATOR_SLACK) * whole)
 
     @property
     def _level_of_gradients(self) -> int:
@@ -418,15 +428,11 @@ class UnitBytes:
                 summed[key] = summed.get(key, 0) + nbytes
         return max((min(nbytes, largest[key]) for key, nbytes in summed.items()), default=0)
 
-    def state(self, held: Iterable[Held], gradients: int) -> Memory:
+    def state(self, held: Iterable[Held], gradients: int, evenly: bool = False) -> Memory:
         """Return the bytes of parameters, ``gradients``, main copies and optimizer state, without what is updated at one time of state
-        that lives in the host's memory."""
+        that lives in the host's memory; ``evenly``: as :meth:`_share`."""
         run, parts = self.execution, list(held)
-        main = sum(
-            part.elements * size
-            for part in parts
-            if part.trained and (size := self.main_bytes(part)) > self.stored_bytes(part)
-        )
+        main = [part for part in parts if self.main_bytes(part) > self.stored_bytes(part)]
         away = run.shards_on_host  # what ZeRO-2 gathers is whole from the first microbatch to the last
         return Memory(
             parameters=0
@@ -434,8 +440,8 @@ class UnitBytes:
             else run.divided(self.parameter_sizes(parts), 3 if run.gather_bytes is None else 2),
             copies=self.copied(parts),
             gradients=gradients,
-            main_copies=0 if away else run.divided(main, 1),
-            optimizer=0 if away or "optimizer" in run.offload else self.optimizer_state(parts),
+            main_copies=0 if away else self._share(main, self.main_bytes, evenly),
+            optimizer=0 if away or "optimizer" in run.offload else self.optimizer_state(parts, evenly),
         )
 
     def parameter_sizes(self, held: Iterable[Held]) -> int:
@@ -450,20 +456,31 @@ class UnitBytes:
         parameters, gradients = (run.divided(each(held), 2) for each in (self.parameter_sizes, self.gradient_sizes))
         return HostMemory(self.optimizer_state(held), parameters=parameters, gradients=gradients)
 
-    def optimizer_state(self, held: Iterable[Held]) -> int:
+    def optimizer_state(self, held: Sequence[Held], evenly: bool = False) -> int:
         """Return the bytes of the optimizer's state, wherever it lives."""
-        return self.execution.divided(round(self._updated(held) * self.execution.optimizer.tensors), 1)
+        tensors = self.execution.optimizer.tensors
+        return self._share(held, lambda part: self.main_bytes(part) * tensors, evenly)
+
+    def _share(self, held: Sequence[Held], nbytes: Callable[[Held], float], evenly: bool = False) -> int:
+        """Return the bytes of what is trained that the rank with the most of it has, where ranks share that from ZeRO 1 on; ``nbytes``: of
+        an element. Ranks own full parameters at that level, unless in slices, so one has no less than the largest; ``evenly``: as if in
+        slices, which is the least."""
+        run, trained = self.execution, [part for part in held if part.trained]
+        share = run.divided(round(sum(part.elements * nbytes(part) for part in trained)), 1)
+        if run.zero != 1 or run.zero1_by == "flat" or evenly:
+            return share
+        return max(share, *(round((part.largest or part.elements) * nbytes(part)) for part in trained), 0)
 
     def _stepping(self, units: Sequence[Unit], held: Sequence[Held]) -> int:
         """Return the bytes that the optimizer's step of ``held``, the parameters of ``units``, takes on top: Adam on a CPU makes two
         tensors of the size of a parameter, while it has one of that before it. Copies of a tied one follow each other."""
-        run, updated = self.execution, self._updated(held)
+        run, updated = self.execution, self._share(held, self.main_bytes)
         if not run.one_by_one:
-            return run.divided(updated, 1) if run.foreach else 0
+            return updated if run.foreach else 0
 
         def in_pieces(elements: int, part: Held) -> int:
             nbytes = elements * self.main_bytes(part)
-            return min(nbytes, run.divided(updated, 1)) if run.zero == 1 else run.divided(nbytes, 2)
+            return min(nbytes, updated) if run.zero == 1 else run.divided(nbytes, 2)
 
         tied = [part for part, count in Counter(part for part in held if part.tied).items() if count > 1]
         most, before = max((3 * in_pieces(part.elements, part) for part in tied if part.trained), default=0), 0
@@ -478,10 +495,6 @@ class UnitBytes:
             first, second = sorted([0, 0, *sizes])[:-3:-1]
             most, before = max(most, 2 * first + max(before, second)), first
         return most
-
-    def _updated(self, held: Iterable[Held]) -> int:
-        """Return the bytes of what optimizers of the ranks that share state update together."""
-        return sum(part.elements * self.main_bytes(part) for part in held if part.trained)
 
     @cached_property
     def communicators(self) -> int:
@@ -537,7 +550,10 @@ class UnitBytes:
             if self.execution.hold_messages:
                 received = [unit.received for unit in self.joined(rows).at[1:]]
                 kept += (self.mesh.pp - 1) * min(received, default=0)
-            self._least_kept[key] = max(kept, self._least_gradients) if self._is_exchanged(microbatches) else kept
+            if self._is_exchanged(microbatches):  # gradients have no overhead
+                whole = sum(self.whole([(0, len(self.units))]))
+                kept = max(kept, round(self._least_gradients / (1 + ALLOCATOR_SLACK)) - whole)
+            self._least_kept[key] = kept
         return self._least_kept[key]
 
     def _is_exchanged(self, microbatches: int) -> bool:

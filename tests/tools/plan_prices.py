@@ -326,12 +326,13 @@ class StepPrices:
         state = self._state([stages[place] for place in own])
         whole, shards = _trained(self._copies([stages[place] for place in own])), self.shards
         share, bucket = -(-whole // shards), self._bucket(stages, own)
+        largest = self._largest([stages[place] for place in own])
         flat = self._flat(units) if self.zero == 1 else 0
         return Fixed(
             state + sum(buffers.values()) + sum(inputs.values()) + messages,
             self._gathered(stages, own),
             share if self.zero >= 2 else whole,
-            share if self.zero else whole,
+            max(share, largest) if self.zero else whole,
             max(bucket, flat),
             max(bucket, 2 * flat),
         )
@@ -340,7 +341,15 @@ class StepPrices:
         """Parameters and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
         held, shards = self._copies(stages), self.shards
         sizes = {2: sum(part.nbytes for part in held), 1: 2 * _trained(held)}
-        return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())
+        shared = {level: -(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items()}
+        return shared[2] + max(shared[1], 2 * self._largest(stages))
+
+    def _largest(self, stages: Sequence[Units]) -> int:
+        """At level 1, the largest parameter, which one rank updates."""
+        trained = [part for part in self._copies(stages) if part.trained]
+        return max((part.nbytes // part.elements * (part.largest or part.elements) for part in trained), default=0) * (
+            self.zero == 1
+        )
 
     def _copies(self, stages: Sequence[Units]) -> list[Held]:
         """A stage that is sharded has its own copy of what others have."""
@@ -363,7 +372,7 @@ class StepPrices:
             groups[-1].append(place)
         rest = sum(part.nbytes for unit in units for part in unit.held if part.rest)
         sizes = [[part for place in group for part in units[place].held] for group in groups]
-        gathers = [sum(part.nbytes for part in parts if self.zero == 2 or not part.rest) for parts in sizes]
+        gathers = [sum(part.nbytes for part in parts if not part.rest) for parts in sizes]
         single, most = microbatches == 1, 0
 
         def total(beside: int, on_top: int) -> int:
@@ -371,11 +380,16 @@ class StepPrices:
 
         done = flat = 0  # of gradients: bytes of shards, and the copy that is on its way
         for number in reversed(range(len(groups))):
-            forward = backward = 0
+            forward = backward = before = 0  # before: while no gradients are there, what has arrived beside
+            arrived = gathers[number] or (0 if any(gathers[:number]) else rest)
             if self.zero == 2:
-                forward, backward = sum(gathers), sum(gathers[: number + 1] if single else gathers)
+                forward, backward = (
+                    rest + sum(each) for each in (gathers, gathers[: number + 1] if single else gathers)
+                )
+                before = rest + sum(gathers[: number + 1]) + arrived
             if self.zero == 3:
                 forward, backward = (sum(gathers[max(0, n) : n + 2]) + rest for n in (number, number - 1))
+                before = forward = forward + arrived
             own = 0
             for place in reversed(groups[number]):
                 memory = memories[place]
@@ -383,15 +397,19 @@ class StepPrices:
                 gone |= {part.tied for part in fresh if part.tied is not None}
                 growing = single or self.zero >= 2
                 with_own = own + flat + (memory.growth.at(rows) if fresh and growing else 0) if growing else 0
-                most = max(most, total(forward, memory.forward.at(rows)))
+                if not single:
+                    most = max(most, total(forward, memory.forward.at(rows)))
+                if single or self.zero == 2:
+                    most = max(most, in_all(0, before, kept, memory.forward.at(rows)))
                 most = max(most, total(backward, memory.backward.at(rows) + with_own))
                 kept -= memory.inside.at(rows) + self._between(memories, place, rows)
                 own += _trained(fresh)
             after = 0
-            if self.zero == 2:
-                after = sum(gathers[:number]) if single else sum(gathers)
-            if self.zero == 3:
-                after = sum(gathers[max(0, number - 2) : number]) + rest
+            if self.zero >= 2 and (number or any(gathers)):
+                stay = single or self.zero == 3
+                after = rest + (
+                    sum(gathers[(0 if self.zero == 2 else max(0, number - 2)) : number]) if stay else sum(gathers)
+                )
             copies = {0: min(fixed.summed, done + own), 1: min(fixed.summed, own) + own * single}.get(
                 self.zero, 2 * own
             )

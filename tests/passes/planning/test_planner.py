@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -316,6 +317,15 @@ def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: f
     for bound in (tight.bounds.in_memory, tight.bounds.in_all_memory):
         assert bound(candidate(tight)) <= min(fitting) * (1 + 1e-9)
     assert found.estimate.step_time_s <= 1.03 * min(fitting)
+
+
+def test_the_least_of_one_microbatch_is_no_more_than_its_price() -> None:
+    """Whose gradients, without the allocator's overhead, are more than its activations."""
+    planner = planner_of("gpt", Cluster.parse("1xH100"), microbatch_size=1, global_batch=1)
+    for candidate in planner.bounded(all_degrees=True)[0]:
+        state, kept = planner.prices.known(candidate).bytes.least(1, True, 1)
+        found = planner.fitting.price(candidate).estimate.peak_memory_bytes
+        assert state + (1 + ALLOCATOR_SLACK) * kept <= found[0] + 1
 
 
 class Wide(nn.Module):
