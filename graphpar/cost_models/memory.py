@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,30 @@ class HostMemory:
     def total(self) -> int:
         """All of them."""
         return self.optimizer + self.activations + self.parameters + self.gradients
+
+
+class Most(NamedTuple):
+    """The bytes of activations that a rank keeps, of whole parameters and gradients of sharded state, and of what the running action needs
+    on top, where their sum is the most; None: the last is that of any action."""
+
+    activations: int
+    whole: int = 0
+    transient: int | None = None
+
+
+class Moment(NamedTuple):
+    """The moment of an only stage at which the most is there: the bytes of its microbatch, of gradients, of parameters that are gathered,
+    and what is needed on top."""
+
+    kept: int
+    gradients: int
+    gathered: int
+    on_top: int
+
+    @property
+    def nbytes(self) -> float:
+        """All of them, with the allocator's overhead."""
+        return self.gradients + (1 + ALLOCATOR_SLACK) * (self.kept + self.gathered + self.on_top)
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,10 @@ class Unit:
     has_blocks: bool = False
     """Whether it calls a block."""
 
+    def returned(self, rows: int) -> int:
+        """Return the bytes of the gradients of what a microbatch sends to the next unit."""
+        return sum(round(size.at(rows)) for size, gradient in self.kind.sends if gradient)
+
 
 class StageBytes(NamedTuple):
     """The bytes of a microbatch of a stage; ``forward`` and ``backward`` are needed on top of ``kept`` while they run."""

@@ -28,7 +28,7 @@ from graphpar.cost_models.compute import Compute, collectives_of
 from graphpar.cost_models.estimates import BlockSeconds, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.layout_orders import LayoutOrders
-from graphpar.cost_models.memory import HostMemory, Memory
+from graphpar.cost_models.memory import HostMemory, Memory, Most
 from graphpar.cost_models.offloaded_units import host_s
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.spread import spreads
@@ -36,7 +36,7 @@ from graphpar.cost_models.stage_prices import StagePrices, StateSeconds
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
-from graphpar.cost_models.unit_bytes import Most, UnitBytes
+from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.unit_prices import UnitPrices
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster

@@ -1,7 +1,6 @@
 """Bytes of ranks from their units: constant ones, those that a microbatch keeps, and those that a running stage needs on top.
 
 units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak
-                                               ──RunBytes───► tables of every run of units, to balance stages
 """
 
 from __future__ import annotations
@@ -9,34 +8,23 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphpar.cost_models.equal_runs import EqualRuns, Run
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, HostMemory, Memory, Moment, Most
 from graphpar.cost_models.pipeline_units import Bytes, HalvesBytes, Held, JoinedUnits, Unit
+from graphpar.cost_models.run_bytes import Array, equal_units, parts_together, run_largest, run_sums, together
 from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.groups import communicators
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.state.gradient_buckets import BUCKET_BYTES
 from graphpar.runtime.state.offloaded_state import AT_ONCE, PIECE_BYTES
-
-Array = NDArray[np.float64]
-
-
-class Most(NamedTuple):
-    """The bytes of activations that a rank keeps, of whole parameters and gradients of sharded state, and of what the running action needs
-    on top, where their sum is the most; None: the last is that of any action."""
-
-    activations: int
-    whole: int = 0
-    transient: int | None = None
 
 
 class _Constant(NamedTuple):
@@ -62,21 +50,6 @@ class _Constant(NamedTuple):
     ending: int
 
 
-class _Walked(NamedTuple):
-    """The moment of an only stage at which the most is there: the bytes of its microbatch, of gradients, of parameters that are gathered,
-    and what is needed on top."""
-
-    kept: int
-    gradients: int
-    gathered: int
-    on_top: int
-
-    @property
-    def nbytes(self) -> float:
-        """All of them, with the allocator's overhead."""
-        return self.gradients + (1 + ALLOCATOR_SLACK) * (self.kept + self.gathered + self.on_top)
-
-
 class _Known(NamedTuple):
     """Of units, whatever shares their state: which runs of them hold the same, and what; equal parameters once, with their number."""
 
@@ -92,7 +65,7 @@ class UnitBytes:
         self.units, self.mesh, self.execution = tuple(units), mesh, execution
         self._all_known: dict[tuple[Unit, ...], _Known] = {} if like is None else like._all_known
         if self.units not in self._all_known:
-            self._all_known[self.units] = _Known(_equal_runs(self.units), {}, {})
+            self._all_known[self.units] = _Known(equal_units(self.units), {}, {})
         self._runs, self._held, self._counts = self._all_known[self.units]
         self._least_state: dict[tuple[bool, bool], int] = {}
         self._least_kept: dict[tuple[int, bool], int] = {}
@@ -101,7 +74,7 @@ class UnitBytes:
         self._halves: dict[tuple[int, int, int], HalvesBytes] = {}
         self._constants: dict[tuple[Run, ...], _Constant] = {}
         self._returns: dict[tuple[int, int], int] = {}
-        self._walks: dict[tuple[int, bool], _Walked] = {}
+        self._walks: dict[tuple[int, bool], Moment] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
@@ -283,7 +256,7 @@ class UnitBytes:
         alone = sum(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] == 1)  # are one unit
         return max(alone, *(self.gradient_sizes(unit.held) for unit in units if each[unit.kind] > 1), 0)
 
-    def _walked(self, rows: int, alone: bool) -> _Walked:
+    def _walked(self, rows: int, alone: bool) -> Moment:
         """Return the moment at which an only stage has the most in its last microbatch; ``alone``: it is the only one, so gradients come as
         activations go.
 
@@ -294,7 +267,7 @@ class UnitBytes:
         if key not in self._walks:
             run, joined, after = self.execution, self.joined(rows), len(self.units)
             every, kept = self._constant([(0, after)], [0]), self.kept(0, after, rows)[0]
-            made, flat, seen, moments = 0, 0, set[str](), list[_Walked]()
+            made, flat, seen, moments = 0, 0, set[str](), list[Moment]()
             alone, sharded = alone and run.copies_gradients, run.copies_gradients and run.zero >= 2
             for number, group in reversed([*enumerate(together(self.units))]):
                 there = made if alone else every.gradients
@@ -309,10 +282,10 @@ class UnitBytes:
                     if alone or sharded:
                         values = sum(part.elements * part.itemsize for part in own)
                         backward += whole + flat + (round(at.growth * gradients / values) if values else 0)
-                    moments.append(_Walked(kept, there, self._gathered_at(number, -1, alone), backward))
+                    moments.append(Moment(kept, there, self._gathered_at(number, -1, alone), backward))
                     for first in {alone, alone or self._gathered_for_step}:  # microbatches of the step
                         gathered = self._gathered_at(number, 1, first)
-                        moments.append(_Walked(kept, 0 if first else there, gathered, at.forward))
+                        moments.append(Moment(kept, 0 if first else there, gathered, at.forward))
                     kept -= joined.freed(after, inputs_only=run.recompute == "full")
                     whole, copied = whole + gradients, copied + self.reduced_sizes(own)
                 if sharded:
@@ -323,7 +296,7 @@ class UnitBytes:
                 made += run.divided(whole, 1)
                 flat = copied - run.divided(copied, 1) if run.zero else 0
                 there, gathered = made if alone else every.gradients, self._gathered_at(number - 1, -1, alone)
-                moments.append(_Walked(kept, there, gathered, summing))
+                moments.append(Moment(kept, there, gathered, summing))
             self._walks[key] = max(moments, key=lambda moment: moment.nbytes)
         return self._walks[key]
 
@@ -515,7 +488,7 @@ class UnitBytes:
             return 0
         key = after, rows
         if key not in self._returns:
-            self._returns[key] = _returned(self.units[after - 1], rows)
+            self._returns[key] = self.units[after - 1].returned(rows)
         return self._returns[key]
 
     def room(self, memory_bytes: int) -> int:
@@ -620,83 +593,3 @@ class UnitBytes:
                 backward = max(unit.inside + unit.shared + unit.backward for unit in units)
             self._keeps[key] = kept, forward, backward, received
         return self._keeps[key]
-
-
-@dataclass(frozen=True)
-class RunBytes:
-    """Bytes of every run of units that depend on the microbatch, as tables [first, after].
-
-    Attributes:
-        kept: by each microbatch in flight.
-        transient: needed on top by the running one.
-        message: buffers for messages.
-        own: of each unit, what it adds to ``kept``.
-    """
-
-    kept: Array
-    transient: Array
-    message: Array
-    own: Array
-
-    @staticmethod
-    def of(units: Sequence[Unit], rows: int) -> RunBytes:
-        """Return the tables for microbatches of ``rows``, of whose messages a buffer is there as long as what is kept."""
-        joined = JoinedUnits(units, rows)
-        column = dict(zip(joined.at[0]._fields, np.array(joined.at, dtype=float).T))
-        between = np.array([*joined.between, 0.0])
-        returned = [0, *(_returned(unit, rows) for unit in units[:-1]), 0]
-        received = np.append(column["received"], 0.0)
-        received[0] = 0.0
-        sent = np.append(0.0, column["sent"])
-        inside, shared = run_sums(column["inside"]), run_largest(column["shared"])
-        return RunBytes(
-            kept=inside + run_sums(between, last=False) + shared + sent[None, :] + received[:, None],
-            transient=run_largest(np.maximum(column["forward"], column["backward"])),
-            message=received[:, None] + np.array(returned, dtype=float)[None, :],
-            own=np.asarray(column["inside"] + between),
-        )
-
-
-def together(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return the units of a stage whose parameters are gathered together."""
-    found: list[list[Unit]] = []
-    for unit in units:
-        if not unit.joins or not found:
-            found.append([])
-        found[-1].append(unit)
-    return found
-
-
-def parts_together(units: Sequence[Unit]) -> list[list[Held]]:
-    """Return the parameters that are gathered together for units of a stage, without those that are gathered with the stage."""
-    return [[part for unit in group for part in unit.held if not part.rest] for group in together(units)]
-
-
-def _equal_runs(units: Sequence[Unit]) -> EqualRuns:
-    """Return which runs of ``units`` hold the same; one with a tied parameter is like no other, as it matters which stages have that."""
-    names = Counter(name for unit in units for name in unit.buffers)
-    marks: list[Hashable] = []
-    for place, unit in enumerate(units):
-        buffers = tuple((name if names[name] > 1 else "", nbytes) for name, nbytes in unit.buffers.items())
-        tied = place if any(held.tied is not None for held in unit.held) else None
-        marks.append((unit.held, unit.kind.sends, buffers, tuple(unit.inputs.items()), unit.cache, tied, unit.joins))
-    return EqualRuns(marks)
-
-
-def _returned(unit: Unit, rows: int) -> int:
-    return sum(round(size.at(rows)) for size, gradient in unit.kind.sends if gradient)
-
-
-def run_sums(values: Array, *, last: bool = True) -> Array:
-    """Return a table [first, after] of the sum of each run, with or without its last."""
-    sums = np.append(0.0, np.cumsum(values))
-    ends = sums if last else np.append(0.0, sums[:-1])
-    return np.asarray(ends[None, :] - sums[:, None])
-
-
-def run_largest(values: Array) -> Array:
-    """Return a table [first, after] of the largest of each run."""
-    table = np.zeros((len(values) + 1, len(values) + 1))
-    for first in range(len(values)):
-        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
-    return table

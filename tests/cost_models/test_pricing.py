@@ -22,8 +22,8 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.run_bytes import RunBytes
 from graphpar.cost_models.step_costs import StageSeconds
-from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.cost_models.work import Attention, Collective, Phase, Product, Size, Traffic, Work
 from graphpar.cost_models.workload import Works
 from graphpar.errors import GraphparError

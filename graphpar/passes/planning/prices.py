@@ -20,8 +20,8 @@ from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.run_bytes import RunBytes
 from graphpar.cost_models.stage_prices import StagePrices
-from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan

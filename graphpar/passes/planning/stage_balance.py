@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.run_bytes import RunBytes, run_largest, run_sums
 from graphpar.cost_models.stage_prices import StagePrices
-from graphpar.cost_models.unit_bytes import RunBytes, run_largest, run_sums
 
 Array = NDArray[np.float64]
 

@@ -323,7 +323,8 @@ def test_the_least_of_one_microbatch_is_no_more_than_its_price() -> None:
     """Whose gradients, without the allocator's overhead, are more than its activations."""
     planner = planner_of("gpt", Cluster.parse("1xH100"), microbatch_size=1, global_batch=1)
     for candidate in planner.bounded(all_degrees=True)[0]:
-        state, kept = planner.prices.known(candidate).bytes.least(1, True, 1)
+        own = planner.prices.known(candidate).bytes
+        state, kept = own.least_state(True, 1), own.least_kept(1, 1)
         found = planner.fitting.price(candidate).estimate.peak_memory_bytes
         assert state + (1 + ALLOCATOR_SLACK) * kept <= found[0] + 1
 
