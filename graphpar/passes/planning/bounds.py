@@ -130,6 +130,8 @@ class StepBounds:
             alive, rooms = self.prices.alive_on(candidate, pricing), self.prices.rooms(pricing)
             within = self.prices.balancer(candidate).within(alive, rooms)
             return count * within[0] + pricing.least_end_s
+        if candidate.mesh.pp == 1:  # at which moment an only stage has the most is not the same for all choices
+            return candidate.bound
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         # Stages that recompute keep nothing for halves of backwards, so that is not saved by units.
         missing = self.prices.missing(pricing, layout, halves=False)

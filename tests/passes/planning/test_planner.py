@@ -485,8 +485,9 @@ def test_the_plan_keeps_what_was_priced() -> None:
 def test_changes_that_would_fit_are_told_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pin that is given up, the fastest first; and a plan with that change does fit."""
     monkeypatch.setattr(PlanConstraints, "complete", False)  # a whole mesh that fits in no way is taken all the same
-    program, cluster = program_of("gpt"), Cluster.of(small(9.6e6), 1, 2)
-    pins = PlanConstraints(cluster=cluster, mesh={"dp_replicate": 2}, recompute="none", microbatch_size=4)
+    program, cluster = program_of("gpt"), Cluster.of(small(9e6), 1, 2)
+    rows = {"microbatch_size": 4, "global_batch": 32}
+    pins = PlanConstraints(cluster=cluster, mesh={"dp_replicate": 2}, recompute="none", **rows)
     with pytest.raises(GraphparError) as error:
         search_plan(program, pins)
     told = str(error.value).split("What would fit: ")[1].split("; ")
