@@ -62,7 +62,7 @@ class Execution:
             :mod:`graphpar.passes.sharding.overlapped_exchange`.
         communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
         cast_bytes: of memory, for each element of what a product in 8 bits takes, where the program's own rows of work have no casts.
-        halves: backwards in halves keep and need what torch's do; else what the forward kept stays until the second half.
+        halves: backwards in halves keep and need the memory that torch's do; else what the forward kept stays until the second half.
         foreach: the optimizer has one more copy of what it updates during its step.
         one_by_one: it updates one parameter after the other, with temporary tensors of the size of each.
     """

@@ -386,9 +386,7 @@ class Pricing(LayoutOrders):
         return staged, costs
 
     def _runs_apart(self, layout: Layout) -> bool:
-        """Whether the schedule runs the halves of some backwards apart, as torch does."""
-        if not self.execution.halves:
-            return False
+        """Whether the schedule runs the halves of some backwards apart, for which a program has no functions that run both."""
         if layout.order is not None:
             return layout.order.splits_backwards
         return self.train and self.mesh.pp > 1 and get_schedule(layout.schedule).splits_backward
@@ -548,7 +546,7 @@ class Pricing(LayoutOrders):
         (saved, left), rows = self._kept_and_left(layout, stages, halves=halves), layout.microbatch_size
         state = list(zip(*(self.bytes.whole([stage]) for stage in stages)))
         whole = sum(map(sum, state))
-        apart = halves and self._runs_apart(layout)
+        apart = halves and self.execution.halves and self._runs_apart(layout)
         if (not whole and not apart) or (self.mesh.pp == 1 and layout.order is None):
             return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
         parts = [self.bytes.halves(*stage, rows) for stage in stages] if apart else []
@@ -573,7 +571,7 @@ class Pricing(LayoutOrders):
     ) -> tuple[list[int], list[int]]:
         """Return :meth:`kept_by`, and what each stage keeps of a microbatch whose backward has run its first half."""
         saved, rows = self.kept_by(layout, stages), layout.microbatch_size
-        if not (halves and self._runs_apart(layout)):
+        if not (halves and self.execution.halves and self._runs_apart(layout)):
             return saved, saved
         more = (self.bytes.halves(*stage, rows).left - self.bytes.kept(*stage, rows)[0] for stage in stages)
         return saved, list(map(operator.add, saved, more))

@@ -197,4 +197,4 @@ def test_a_head_in_chunks_is_not_compiled(tmp_path: Path, monkeypatch: pytest.Mo
     stage = importlib.import_module("in_chunks_of_8.stage_0").Stage0()
     compile_blocks(stage, "in_chunks_of_8", "eager")
     compiled = {type(module).__name__ for module in stage.modules() if "forward" in vars(module)}
-    assert compiled == {"Embedding", "LlamaDecoderLayer", "LlamaRMSNorm"}
+    assert compiled == {"Embedding", "LlamaDecoderLayer", "LlamaRMSNorm", "Stage0"}  # what stands between them
