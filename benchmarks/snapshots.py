@@ -38,13 +38,7 @@ EVERY = (None, 5, 1)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.snapshots", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--rounds", type=int, default=3, help="of 10 steps of each kind (default: 3)")
-    parser.add_argument(
-        "--disk", type=Path, help="where checkpoints are saved (default: the folder of temporary files)"
-    )
-    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments, 3, "of 10 steps of each kind")
     if options.rank is not None:
         with start(TIMEOUT_S) as ranks:
             _measure(options.rank, options.rounds, ranks)
@@ -61,6 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torchrun("benchmarks.snapshots", given, nproc=DEVICES, timeout_s=TIMEOUT_S, module=True)
         found = json.loads((folder / "found.json").read_text())
     print(json.dumps(found) if options.json else "\n".join(f"{name:52} {value}" for name, value in found.items()))
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, rounds: int, of: str
+) -> argparse.Namespace:
+    """Parse the options of a benchmark of local processes that has ``rounds`` ``of`` something by default, and saves checkpoints."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"{of} (default: {rounds})")
+    parser.add_argument(
+        "--disk", type=Path, help="where checkpoints are saved (default: the folder of temporary files)"
+    )
+    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
+    return parser.parse_args(arguments)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import graphpar as gp
 from benchmarks import gpt
+from benchmarks.snapshots import parsed
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launching.launch import torchrun
 
@@ -39,13 +40,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.weights", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--rounds", type=int, default=5, help="of a transfer and a checkpoint (default: 5)")
-    parser.add_argument(
-        "--disk", type=Path, help="where checkpoints are saved (default: the folder of temporary files)"
-    )
-    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments, 5, "of a transfer and a checkpoint")
     if options.rank is not None:
         with start(TIMEOUT_S) as ranks:
             found = [_measured(options.rank, name, options.rounds, ranks) for name in PAIRS]
