@@ -275,7 +275,16 @@ def test_torchrun_restarts_ranks_that_are_killed(bench: Bench, tmp_path: Path) -
     options = (
         f"--steps {steps} --checkpoint {tmp_path}/ckpt --log-file {log} --snapshot-every {EVERY} --snapshots {memory}"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+    ]
     done = subprocess.run(
         [*launcher, str(script), *options.split()], timeout=500, capture_output=True, text=True, check=False
     )
@@ -293,9 +302,10 @@ def test_torchrun_restarts_ranks_that_are_killed(bench: Bench, tmp_path: Path) -
     script.write_text(text.replace(line, line + textwrap.indent(ends, line[: -len(line.lstrip())])))
     launcher[-1] = "0"
     more = [*launcher, str(script), "--steps", str(steps + 9), "--checkpoint", str(tmp_path / "ckpt")]
-    assert subprocess.run([*more, "--snapshot-every", "1"], timeout=300, capture_output=True, check=False).returncode
-    left = MEMORY / f"graphpar-{snapshots._run_of(tmp_path / 'ckpt')}"
-    assert any(left.iterdir())
+    ended = subprocess.run([*more, "--snapshot-every", "1"], timeout=300, capture_output=True, text=True, check=False)
+    assert ended.returncode
+    left = snapshots._root_of(MEMORY, snapshots._run_of(tmp_path / "ckpt"), tmp_path / "ckpt")
+    assert left.is_dir() and any(left.iterdir()), ended.stderr
     script.write_text(text)
     subprocess.run(more, timeout=300, capture_output=True, check=True)
     assert not left.exists()

@@ -89,11 +89,8 @@ class Snapshots:
                 )
             own = (_run_of(checkpoints), secrets.token_hex(4)) if self._rank == 0 else None
         self._run, self._start = gather_objects(own)[0]
-        digest = hashlib.sha256(f"{self._run} {checkpoints.resolve()}".encode()).hexdigest()[
-            :16
-        ]  # a copy is another run
         with agreed():
-            self._root = _own_folder(memory / f"graphpar-{digest}")
+            self._root = _own_folder(_root_of(memory, self._run, checkpoints))
         self.nodes: list[str] = gather_objects(_node_of(self._root))
         self._near = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self._rank]]
         self.notes: list[str] = []
@@ -341,6 +338,12 @@ def _run_of(checkpoints: Path, name: str | None = None) -> str:
         new.write_text(f"{found}\n", encoding="utf-8")
         new.replace(file)
     return found
+
+
+def _root_of(memory: Path, run: str, checkpoints: Path) -> Path:
+    """Return where a run keeps its snapshots; a copied folder of checkpoints is another run."""
+    digest = hashlib.sha256(f"{run} {checkpoints.resolve()}".encode()).hexdigest()
+    return memory / f"graphpar-{digest[:16]}"
 
 
 def has_left(checkpoints: Path, memory: Path) -> bool:
