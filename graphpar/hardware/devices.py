@@ -218,7 +218,9 @@ class Device:
         for name in (dtype, "fp32") if falls_back else (dtype,):
             if name in self.flops:
                 return self.flops[name]
-        raise GraphparError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}.")
+        raise GraphparError(
+            f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}. Take one of these, or give it in flops."
+        )
 
     @property
     def faster_in_bf16(self) -> bool:
