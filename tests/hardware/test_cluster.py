@@ -285,7 +285,8 @@ def test_what_is_wrong_in_a_file_is_named(text: str, old: str, new: str, expecte
     file = written(tmp_path, text.replace(old, new, 1))
     with pytest.raises(gp.GraphparError) as caught:
         Cluster.parse(file)
-    assert expected in str(caught.value) and str(caught.value).startswith(str(file))
+    assert expected in str(caught.value)
+    assert " it?" not in str(caught.value) and str(caught.value).startswith(str(file))
 
 
 PODS = NAMED + "[[pods]]\nnodes = 2\nrails = true\nbytes_per_s = 6e9\n[[pods]]\nnodes = 4\nlatency_s = 3e-5\n"
