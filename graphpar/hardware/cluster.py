@@ -376,11 +376,7 @@ def _filled(device: Device, count: int) -> tuple[int, int]:
 def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
     """Read a file; ``counts`` (devices, or nodes and devices) replace those in it."""
     if not file.is_file():
-        siblings = (
-            [entry.name for entry in file.parent.glob(f"*{file.suffix}") if entry.is_file()]
-            if file.parent.is_dir()
-            else []
-        )
+        siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}") if entry.is_file()]
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:

@@ -225,7 +225,7 @@ class Device:
     @property
     def faster_in_bf16(self) -> bool:
         """Whether it is a GPU with units for bf16."""
-        return self.kind == "cuda" and "bf16" in self.flops and self.flops["bf16"] > self.peak("fp32")
+        return self.kind == "cuda" and self.flops.get("bf16", 0.0) > self.flops.get("fp32", 0.0)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------

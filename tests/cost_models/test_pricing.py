@@ -161,7 +161,7 @@ class Looked(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
+        x: Tensor = self.table(ids)
         for branch in self.branches:
             x = x + branch(x)
         return x.square().mean()
