@@ -314,7 +314,8 @@ def _what_if(parser: Parser) -> None:
     parser.add_argument("--devices", type=count, metavar="N", help="how many devices; replicas are added or left out")
     for name, help in (
         ("global_batch", "examples of a step"), ("microbatch_size", "examples of a microbatch; their number follows"),
-        ("memory_headroom", ""), ("mesh", "degrees that plans must have, as tp=8: of the kept ones, and not others"),
+        ("memory_headroom", "share of a device's memory that plans leave free (default: that of the search, or of --cluster FILE)"),
+        ("mesh", "degrees that plans must have, as tp=8: of the kept ones, and not others"),
     ):
         known = options_of(Request)[name]
         _add_option(parser, name, replace(known, help=help or known.help))

@@ -46,7 +46,7 @@ from graphpar.runtime.generation.prompts import Sampling
 from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.stages.cast_once import Cast
 from graphpar.runtime.stages.modules import sendable
-from graphpar.runtime.stages.split_backward import splits_exactly
+from graphpar.runtime.stages.split_backward import read_by_others, splits_exactly
 
 if TYPE_CHECKING:
     from graphpar.ir.stage import Stage
@@ -435,6 +435,8 @@ def _measure_halves(
         _, kept = live.mark()
         if not splits_exactly(outputs, received, trained):
             return None
+        copied = set(read_by_others(outputs))
+        outputs = [tensor.clone() if place in copied else tensor for place, tensor in enumerate(outputs)]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         with unseen(live):
             gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None

@@ -438,14 +438,14 @@ class Pricing(LayoutOrders):
         return None if cluster.host_memory_bytes is None else cluster.host_memory_bytes // share
 
     def flops(self, layout: Layout) -> float:
-        """Return the flops of all ranks in a step, without recomputation."""
+        """Return the model's flops in a step, without recomputation and without what several ranks compute alike."""
         once = sum(self._kind_flops(unit.kind, layout.microbatch_size) for unit in self.units)
         return once * layout.microbatches * self.mesh.size / self.mesh.pp
 
     def _kind_flops(self, kind: UnitClass, rows: int) -> float:
         key = id(kind), rows
         if key not in self._flops:
-            self._flops[key] = kind.work.flops(rows)
+            self._flops[key] = kind.work.own_flops(rows)
         return self._flops[key]
 
     def _timeline(

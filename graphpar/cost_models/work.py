@@ -27,7 +27,10 @@ class Phase(IntEnum):
 
 
 class Product(NamedTuple):
-    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element, into one of so many ``pieces`` of a tensor."""
+    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element, into one of so many ``pieces`` of a tensor.
+
+    ``copies``: so many ranks compute the same.
+    """
 
     phase: Phase
     matrices: Size
@@ -36,10 +39,14 @@ class Product(NamedTuple):
     k: Size
     itemsize: int
     pieces: int = 1
+    copies: int = 1
 
 
 class Attention(NamedTuple):
-    """Fused attention of ``heads`` (over the batch) query rows over key rows of ``width`` (mean of keys' and values')."""
+    """Fused attention of ``heads`` (over the batch) query rows over key rows of ``width`` (mean of keys' and values').
+
+    ``copies``: so many ranks compute the same.
+    """
 
     phase: Phase
     heads: Size
@@ -48,6 +55,7 @@ class Attention(NamedTuple):
     width: float
     causal: bool
     itemsize: int
+    copies: int = 1
 
 
 class Traffic(NamedTuple):
@@ -95,6 +103,15 @@ class Work:
     def flops(self, batch: int, phases: Sequence[Phase] = tuple(Phase)) -> float:
         """Return the flops of products and attention."""
         return sum(_flops(row).at(batch) * times for row, times in self.rows.items() if row.phase in phases)
+
+    def own_flops(self, batch: int) -> float:
+        """Return the rank's share of the model's flops of products and attention: what several ranks compute alike counts once."""
+        found = (
+            _flops(row).at(batch) * times / row.copies
+            for row, times in self.rows.items()
+            if isinstance(row, Product | Attention)
+        )
+        return sum(found)
 
     def formula(self, batch: sympy.Symbol) -> dict[str, sympy.Expr]:
         """Return flops of products, bytes of memory-bound kernels and bytes of collectives by axis, as polynomials in the batch."""

@@ -8,6 +8,7 @@ and writes the gradients of its inputs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kernel, Kind, Reads, Record
 from graphpar.operators.table import COMPOSITES, record_of
 from graphpar.operators.transitions import FUNCTIONS, SENDS, travelling_beside
+from graphpar.runtime.layout import Shard
 
 SCALE_BYTES = 2
 """Of the scale of a row in 8 bits."""
@@ -313,8 +315,7 @@ class _Walk:
         return Traffic(phase, moves * nbytes_of(moved), kernel.functions)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
-
-        row = attention_of(node)
+        row = attention_of(node)._replace(copies=self._copies(node))
         for axis in axes_of(arguments_of(node)):  # keys and values of its ranks come round
             row = row._replace(keys=float(self.works.degrees[axis]) * row.keys)
         if (length := cache_length(node)) is not None:
@@ -351,15 +352,25 @@ class _Walk:
         return list(self._plain_products(node, matrices(node, self._sizes)))
 
     def _plain_products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Product]:
-        itemsize, pieces = value_of(node).dtype.itemsize, self.works.ring_of(node)
+        itemsize, pieces, copies = value_of(node).dtype.itemsize, self.works.ring_of(node), self._copies(node)
         for product in products:
             count, m, n, k = product.count, product.m, product.n, product.k
             rows = m * (1 / pieces)
-            yield from [Product(Phase.FORWARD, count, rows, n, k, itemsize, pieces)] * pieces
+            yield from [Product(Phase.FORWARD, count, rows, n, k, itemsize, pieces, copies)] * pieces
             if any(map(self._grad, product.left)):
-                yield from [Product(Phase.INPUT, count, rows, k, n, itemsize, pieces)] * pieces
+                yield from [Product(Phase.INPUT, count, rows, k, n, itemsize, pieces, copies)] * pieces
             if self._grad(product.right):
-                yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
+                yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize, 1, copies)
+
+    def _copies(self, node: fx.Node) -> int:
+        """Return how many ranks run a node on the same operands, or on summands of them: those of the axes that shard none."""
+        types = [operand.meta.get("types", {}) for operand in node.all_input_nodes if has_tensors(operand)]
+        alike = (
+            axis
+            for axis in self.works.degrees
+            if all(axis in each and not isinstance(each[axis], Shard) for each in types)
+        )
+        return math.prod(self.works.degrees[axis] for axis in alike)
 
     def _sizes(self, node: fx.Node) -> list[Size]:
         return sizes_of(node)

@@ -29,7 +29,7 @@ def written_out(row: Attention, differentiable: bool) -> Iterator[Row]:
     heads, m, n, width = row.heads, row.queries, row.keys, int(row.width)
     scores = product_of((heads, m, n))
     passes = 1 + row.causal  # over the scores: scaling, masking
-    product = Product(Phase.FORWARD, heads, m, n, type(m)(float(width)), row.itemsize)
+    product = Product(Phase.FORWARD, heads, m, n, type(m)(float(width)), row.itemsize, copies=row.copies)
     yield from [product] * 2
     yield from [Traffic(Phase.FORWARD, (2.0 * row.itemsize) * scores)] * (_PASSES + passes)
     yield Traffic(Phase.FORWARD, (2.0 * row.itemsize) * scores, True)

@@ -9,7 +9,6 @@ bandwidth is that of one device: between nodes, the adapters of a node divided b
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import math
@@ -377,7 +376,7 @@ def _filled(device: Device, count: int) -> tuple[int, int]:
 def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
     """Read a file; ``counts`` (devices, or nodes and devices) replace those in it."""
     if not file.is_file():
-        siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
+        siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}") if entry.is_file()]
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:
@@ -510,8 +509,7 @@ def _check_fields(data: Mapping[str, Any], known: set[str], required: set[str]) 
                 f"there is no field {name!r}; the fields are {', '.join(sorted(known))}.{near_match(name, sorted(known))}"
             )
     for name in sorted(required - set(data)):
-        hint = difflib.get_close_matches(name, data)
-        raise GraphparError(f"the field {name!r} is missing.{f' Is {hint[0]!r} it?' if hint else ''}")
+        raise GraphparError(f"the field {name!r} is missing.")
 
 
 def _figures(record: Device | Link) -> dict[str, Any]:

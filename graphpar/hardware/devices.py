@@ -218,12 +218,14 @@ class Device:
         for name in (dtype, "fp32") if falls_back else (dtype,):
             if name in self.flops:
                 return self.flops[name]
-        raise GraphparError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}.")
+        raise GraphparError(
+            f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}. Take one of these, or give it in flops."
+        )
 
     @property
     def faster_in_bf16(self) -> bool:
         """Whether it is a GPU with units for bf16."""
-        return self.kind == "cuda" and "bf16" in self.flops and self.flops["bf16"] > self.peak("fp32")
+        return self.kind == "cuda" and self.flops.get("bf16", 0.0) > self.flops.get("fp32", 0.0)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from graphpar.passes.planning.prices import pricing_of
 from graphpar.passes.sharding.shard import shard
 from graphpar.runtime.mesh import Mesh
 from graphpar.runtime.schedule_records import SCHEDULES
+from graphpar.runtime.torch_versions import SPLITS_BACKWARD
 from tests.cost_models.test_memory import FAST, parts_of
 from tests.models.zoo import ZOO
 from tests.tools.exact_memory import Activations, rank_memory
@@ -147,6 +148,44 @@ def test_a_divided_program_does_its_share(axis: str) -> None:
         Works(each, degrees).of(each.graph).flops(2) for each, degrees in ((program, {}), (lowered, {axis: 2}))
     )
     assert 2 * piece == pytest.approx(whole, rel=0.01)
+
+
+class Looked(nn.Module):
+    """A large table, whose rows go through small residual branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50_000, 32)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.table(ids)
+        for branch in self.branches:
+            x = x + branch(x)
+        return x.square().mean()
+
+
+def test_what_several_ranks_compute_alike_counts_once_in_mfu() -> None:
+    program = gp.export(Looked(), (torch.randint(50_000, (8, 10)),))
+    pins = {"branches.**": "replicate"}
+    alone, divided, alike = (
+        gp.plan(program, cluster, mesh=mesh, shard_plan=how, global_batch=8, microbatch_size=8)
+        for cluster, mesh, how in (("1xA100", {}, None), ("2xA100", {"tp": 2}, None), ("2xA100", {"tp": 2}, pins))
+    )
+    for plan in (divided, alike):
+        assert plan.predicted is not None and alone.predicted is not None
+        flops = 2 * plan.predicted.mfu * plan.predicted.step_time_s
+        assert flops == pytest.approx(alone.predicted.mfu * alone.predicted.step_time_s, rel=1e-9)
+
+
+@pytest.mark.skipif(not SPLITS_BACKWARD, reason="torch runs backwards whole")
+def test_the_halves_of_a_stage_that_sends_what_it_reads_are_measured() -> None:
+    """The runtime returns a copy of ``x``, which torch detaches after the first half."""
+    program = gp.export(Looked(), (torch.randint(50_000, (8, 10)),), dtype="bf16")
+    plan = gp.plan(program, "4xA100", mesh={"pp": 2, "tp": 2}, schedule="ZBVZeroBubble", global_batch=8)
+    assert plan.predicted is not None and len(plan.stages) == 4
 
 
 def test_collectives_are_the_transitions() -> None:

@@ -285,7 +285,8 @@ def test_what_is_wrong_in_a_file_is_named(text: str, old: str, new: str, expecte
     file = written(tmp_path, text.replace(old, new, 1))
     with pytest.raises(gp.GraphparError) as caught:
         Cluster.parse(file)
-    assert expected in str(caught.value) and str(caught.value).startswith(str(file))
+    assert expected in str(caught.value)
+    assert " it?" not in str(caught.value) and str(caught.value).startswith(str(file))
 
 
 PODS = NAMED + "[[pods]]\nnodes = 2\nrails = true\nbytes_per_s = 6e9\n[[pods]]\nnodes = 4\nlatency_s = 3e-5\n"
@@ -459,3 +460,15 @@ def test_a_mesh_or_a_count_that_is_not_the_clusters(program: gp.Program) -> None
         gp.plan(program, made, devices=2)
     with pytest.raises(gp.GraphparError, match="devices is 2, but the second argument says 4"):
         gp.plan(program, 4, devices=2)
+
+
+def test_a_gpu_with_a_rate_for_bf16_alone_computes_in_it() -> None:
+    device = replace(device_named("H100"), flops={"bf16": 1e15})
+    assert device.faster_in_bf16 and not replace(device, flops={"fp32": 1e15}).faster_in_bf16
+
+
+def test_a_folder_is_no_cluster_file(tmp_path: Path) -> None:
+    (tmp_path / "here.toml").mkdir()
+    for missing in (tmp_path / "here.toml", tmp_path / "none" / "here.toml"):
+        with pytest.raises(gp.GraphparError, match=r"There is no cluster file .*here.toml\.$"):
+            Cluster.parse(missing)

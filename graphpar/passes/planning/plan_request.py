@@ -187,11 +187,8 @@ def search_plan(program: Program, pins: PlanConstraints, show: Callable[[str], N
     cluster, found = planner.cluster, planner.search()
     best = found.nearest
     if best is None:
-        free = free_axes(pins.mesh, pins.zero, program.mode)
-        one = ["dp_shard"] if pins.zero and "dp_shard" in free else free[:1]
-        rest = cluster.size // math.prod(pins.mesh.values())
-        mesh = Mesh.resolve(dict.fromkeys(one, rest) | dict(pins.mesh), cluster.size)
-        choose(program, mesh, replace(pins, recompute=planner.space.kinds[0]))  # raises where the pins are wrong
+        if wrong := _wrong_pins(program, replace(pins, recompute=planner.space.kinds[0]), cluster.size):
+            raise wrong
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None and not pins.complete:
@@ -209,6 +206,20 @@ def search_plan(program: Program, pins: PlanConstraints, show: Callable[[str], N
     alone = on_one_device(program, pins, cluster, planner) if cluster.size > 1 and program.symbolic else None
     chosen = choose(program, best.candidate.mesh, decided)
     return replace(chosen, predicted=best.estimate, found=found if found.best else None, alone=alone)
+
+
+def _wrong_pins(program: Program, pins: PlanConstraints, devices: int) -> GraphparError | None:
+    """Return what is wrong where all other devices are of one axis: what is so of most such axes, and else of the first."""
+    free = free_axes(pins.mesh, pins.zero, program.mode)
+    axes = ["dp_shard"] if pins.zero and "dp_shard" in free else free
+    rest = devices // math.prod(pins.mesh.values())
+    found: dict[str, list[GraphparError]] = {}
+    for axis in axes if rest > 1 and axes else ["pp"]:
+        try:
+            choose(program, Mesh.resolve({axis: rest} | dict(pins.mesh), devices), pins)
+        except GraphparError as error:
+            found.setdefault(str(error), []).append(error)
+    return max(found.values(), key=len)[0] if found else None
 
 
 def on_one_device(program: Program, given: Decisions, cluster: Cluster, like: Planner | None = None) -> Alone:

@@ -58,7 +58,7 @@ def guard(stage: PipelineStage, *, whole: bool = False) -> None:
         if trained != looked_at:
             exact = splits_exactly(outputs, received, parameters)
             stage.dw_builder = None if exact else _nothing_left
-            copied, looked_at = _read_by_others(outputs) if exact else [], trained
+            copied, looked_at = read_by_others(outputs) if exact else [], trained
         ready = tuple(tensor.clone() if place in copied else tensor for place, tensor in enumerate(outputs))
         return ready if isinstance(output, tuple) else ready[0]
 
@@ -101,7 +101,7 @@ def splits_exactly(outputs: Iterable[Tensor], received: Iterable[Tensor], parame
     return True
 
 
-def _read_by_others(outputs: Sequence[Tensor]) -> list[int]:
+def read_by_others(outputs: Sequence[Tensor]) -> list[int]:
     """Return the places of the outputs from which another output is computed."""
     users = _users([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     return [at for at, tensor in enumerate(outputs) if tensor.grad_fn is not None and users.get(tensor.grad_fn)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import graphpar as gp
 from graphpar import api
@@ -415,3 +416,19 @@ def test_notebooks_show_pages_in_frames() -> None:
 
 def test_the_package_lists_its_names() -> None:
     assert {name for name in dir(gp) if not name.startswith("__")} == set(gp.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [
+        ({"mesh": {"ep": 2}}, "has no experts"),
+        ({"mesh": {"cp": 2}}, "divides sequences"),
+        ({"offload": ("activations",)}, "moves activations of repeated blocks"),
+        ({"mesh": {"pp": 2}}, "2 stages are needed"),
+    ],
+    ids=str,
+)
+def test_an_error_is_of_what_is_pinned_and_not_of_where_other_devices_are_put(pins: dict[str, Any], why: str) -> None:
+    program = gp.export(nn.Linear(3, 5), (torch.randn(12, 3),), loss_fn=lambda y: y.square().mean())
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.plan(program, "6xH100", global_batch=12, **pins)
