@@ -48,7 +48,7 @@ _HEAD = 4
 """A sequence is at least so many times longer than a head is wide."""
 FRESH_FROM = 2**25
 """Bytes from which glibc takes a tensor's memory from the system and gives it back each time (its DEFAULT_MMAP_THRESHOLD_MAX)."""
-_DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
+_DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64", 16: "fp64"}  # 16: complex numbers of fp64
 
 
 @dataclass(frozen=True)

@@ -189,12 +189,12 @@ class _Fusing:
 
     def _root(self, group: FusedGroup, value: fx.Node) -> fx.Node:
         """Return the value whose gradient that of ``value`` is, as far as ``group`` adds to it: the last of sums of which it is a term."""
-        uses = [user for user, _ in uses_of(value) if self.group.get(user) is group and self.grad(user)]
+        uses = [(user, part) for user, part in uses_of(value) if self.group.get(user) is group and self.grad(user)]
         if len(uses) != 1:
             return value
-        (user,) = uses
+        ((user, part),) = uses
         record = record_of(user)
-        same = nbytes_of(user) == nbytes_of(value) and value_of(user).dtype == value_of(value).dtype
+        same = nbytes_of(user) == nbytes_of(value) and value_of(user).dtype == value_of(part).dtype
         if not record.passes or not same:
             return value
         return self._root(group, user) if user not in group.writes else user
@@ -209,7 +209,7 @@ class _Fusing:
 
     def _kept(self, group: FusedGroup, value: fx.Node) -> Iterator[fx.Node]:
         """Yield what is read for a value that a backward needs: itself where a product keeps it, else that from which it follows."""
-        if value.op == "get_attr":
+        if value.op == "get_attr" or not has_tensors(value):  # a weight, a size
             return
         if self.group.get(value) is not group or any(self._keeps(user, value) for user, _ in uses_of(value)):
             yield value

@@ -288,8 +288,9 @@ class Pipeline(Generates):
         batches = together(self.program, batch, training=True)
         if self._feed.given and is_compared(self._feed.given):
             self._gradients.check_copies()
+        self._microbatches.begin()
         found = [
-            self._run(program, values, accumulate or place < len(batches))
+            self._run(program, values, accumulate or place < len(batches), begins=place == 1)
             for place, (program, values) in enumerate(
                 self._feed.values(batches, self.steps_done if step is None else step), 1
             )
@@ -336,9 +337,11 @@ class Pipeline(Generates):
         self._balances.append(Balance(self.groups, self.package if counts else ""))
         return self._balances[-1]
 
-    def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+    def _run(self, program: Manifest, values: Mapping[str, Tensor], accumulate: bool, begins: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's losses."""
         captured = self.captured if self.captured is not None and self.captured.takes(accumulate) else None
+        if program.steady and not begins:
+            captured = None  # which begins a step
         self._parameters.begin_step()
         adds = self.program.fully_sharded and self._gradients.accumulated
         self._gradients.take(accumulate)

@@ -96,6 +96,42 @@ def test_what_stands_between_blocks_is_fused() -> None:
     assert moved(fused, Phase.FORWARD) == pytest.approx(LENGTH * WIDTH * 4, rel=0.02)
 
 
+class PassesItsValues(nn.Module):
+    """A layer that returns what later ones read, too, as value residuals do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.values, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        values = self.values(self.norm(x))
+        first = values if first is None else first
+        return x + self.out(torch.tanh(values + first)), first
+
+
+class ValueResiduals(nn.Module):
+    """Gains between layers, and a loss with a term of the gains alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PassesItsValues() for _ in range(3))
+        self.gains = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = None
+        for layer, gain in zip(self.layers, self.gains):
+            x, first = layer(x, first)
+            x = x * gain
+        return x.square().mean() + (self.gains - 1).square().sum() * 0.01
+
+
+def test_blocks_with_several_results_and_terms_of_parameters_have_prices() -> None:
+    program = gp.export(ValueResiduals(), (torch.randn(4, LENGTH, WIDTH),))
+    assert program.blocks
+    fused, plain = (Works(program, {}, compiled=compiled).of(program.graph) for compiled in (True, False))
+    assert moved(fused, Phase.INPUT, 4) < moved(plain, Phase.INPUT, 4)
+
+
 def outside_of_blocks(works: Works, program: gp.Program) -> Work:
     """The work of the root alone."""
     works._blocks = dict.fromkeys(((name, False, False) for name in program.blocks), Work())

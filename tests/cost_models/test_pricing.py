@@ -231,6 +231,13 @@ def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, s
     assert seconds(*sizes) >= before * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_products_of_each_dtype_have_a_price(dtype: torch.dtype) -> None:
+    row = Product(Phase.FORWARD, ONE, Size(8.0), Size(8.0), Size(8.0), dtype.itemsize)
+
+    assert Compute(DEVICES["CPU"], "fp32").seconds(Work({row: 1}), 1)[0].products > 0
+
+
 @pytest.mark.costly
 @given(
     st.floats(1.0, 8.0),

@@ -333,6 +333,7 @@ between(
 between("inverse", lambda h: torch.linalg.inv(h[:, :4, :4] @ h[:, :4, :4].mT + torch.eye(4).to(h)))
 between("solve", lambda h: torch.linalg.solve(h[:, :4, :4] @ h[:, :4, :4].mT + torch.eye(4).to(h), h[:, :4]))
 between("fft", lambda h: torch.fft.rfft(h, dim=1).abs())
+between("complex_assigned", lambda h: torch.fft.irfft(_low_frequencies(torch.fft.rfft(h, dim=-1)), dim=-1))
 between(
     "complex_rotary",
     lambda h: torch.view_as_real(
@@ -417,6 +418,14 @@ image(
 )
 image("clone_format", lambda h: h.clone(memory_format=torch.contiguous_format).permute(0, 2, 3, 1).contiguous())
 image("conv_functional", lambda h: F.conv2d(h, h.new_ones(3, 1, 3, 3), padding="same", groups=3))
+
+
+def _low_frequencies(spectrum: Tensor) -> Tensor:
+    kept = torch.zeros_like(spectrum)
+    kept[..., :4] = spectrum[..., :4] * 1.5
+    kept[..., 5] = spectrum[..., 1]
+    kept.narrow(-1, 6, 2).copy_(spectrum[..., 6:8])
+    return kept
 
 
 def _assigned(h: Tensor) -> Tensor:

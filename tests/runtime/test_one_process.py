@@ -140,6 +140,37 @@ def test_a_save_that_is_not_waited_for_holds_the_values_of_its_call(
         assert all(map(torch.equal, (state["momentum_buffer"] for state in optimizer.state.values()), moments))
 
 
+class Decaying(nn.Module):
+    """A loss whose weight falls with each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("weight", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_buffer("weight").mul_(0.5)
+        loss: Tensor = self.inner(x).square().mean() * weight
+        return loss
+
+
+def test_a_buffer_is_written_once_in_a_step_of_several_batches(tmp_path: Path) -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    program = gp.export(Decaying, (x[:4],))
+    plan = gp.plan(program, microbatch_size=2)
+    out = gp.partition(program, plan).save(tmp_path / "out", weights=Decaying().state_dict())
+    model = Decaying()
+    losses = [model(x).item() for _ in range(2)]
+    with start() as ranks, Pipeline(out, ranks.device) as pipeline:
+        pipeline.load_weights()
+        found = [pipeline.step([{"x": x[:4]}, {"x": x[4:]}]) for _ in range(2)]
+        weight = pipeline.stages[0].get_buffer("weight").item()
+
+    assert [float(each) for each in found if each is not None] == pytest.approx(losses)
+    assert weight == model.get_buffer("weight").item()
+
+
 def test_dtypes_of_weights_for_another_engine_have_names(folder: Path) -> None:
     with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
         pipeline.load_weights()

@@ -36,6 +36,7 @@ from graphpar.operators.rules import rule_of
 from graphpar.operators.table import record_of
 
 _aten = torch.ops.aten
+_UNDERIVED = (_aten.slice_scatter.default, _aten.select_scatter.default)  # of complex numbers, by torch
 
 
 @dataclass
@@ -426,6 +427,16 @@ class _Functionalizer:
         finally:
             self.versions[base] += 1
 
+    def _scattered(self, cause: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Call an operator that writes one tensor into another; of complex numbers by their parts where torch needs that."""
+        parent, result, *rest = args
+        if not value_of(parent).is_complex() or target not in _UNDERIVED:
+            return self._call(cause, target, args, kwargs)
+        dim = kwargs.pop("dim", rest[0] if rest else 0) % value_of(parent).dim()
+        parts = [self._call(each, _aten.view_as_real.default, (each,)) for each in (parent, result)]
+        written = self._call(cause, target, (*parts, dim, *rest[1:]), kwargs)
+        return self._call(cause, _aten.view_as_complex.default, (written,))
+
     def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
         """Return ``parent`` with ``result`` in place of the view that ``maker`` made of it."""
         name, record, rest = operator_name(maker), record_of(maker), tuple(maker.args[1:])
@@ -434,7 +445,7 @@ class _Functionalizer:
             getattr(_aten, f"{name}_scatter", None) if name != "as_strided" else None
         )  # new tensors have other strides
         if record.kind is Kind.VIEW and scatter is not None:
-            return self._call(cause, scatter.default, (parent, result, *rest), dict(maker.kwargs))
+            return self._scattered(cause, scatter.default, (parent, result, *rest), dict(maker.kwargs))
         if record.kind is Kind.PERMUTE and (rule := rule_of(maker)) is not None:
             order = [rule.results[0].index(factor) for factor in rule.operands[0]]
             if order == [rule.operands[0].index(factor) for factor in rule.results[0]]:  # its own inverse
@@ -444,7 +455,7 @@ class _Functionalizer:
             return self._call(cause, _aten.view_as.default, (result, parent))
         if name == "narrow":
             dim, start, length = rest
-            return self._call(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length))  # type: ignore[operator]
+            return self._scattered(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length), {})  # type: ignore[operator]
         alike = value_of(parent).shape == value_of(result).shape
         if same and alike and value_of(parent).stride() == value_of(maker).stride():
             return result  # detach, a cast to the same dtype, dropout that drops nothing

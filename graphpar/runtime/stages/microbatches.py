@@ -106,6 +106,11 @@ class Microbatches:
         loss = self._program.outputs[0]
         return (torch.empty(loss.shape, dtype=loss.dtype, device=self._device, requires_grad=True),)
 
+    def begin(self) -> None:
+        """Begin a step, of one batch or several."""
+        for stage in self.stages:
+            stage.begin()
+
     def run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Run all of them; returns the loss of each on the ranks of the last stage, else ``None``.
 
@@ -113,8 +118,6 @@ class Microbatches:
             values: the inputs and counts of this replica's rows.
             accumulate: leave gradients of sharded state unreduced.
         """
-        for stage in self.stages:
-            stage.begin()
         with ExitStack() as step:
             for casts in self._casts:
                 step.enter_context(casts.step())

@@ -254,7 +254,7 @@ class StageAdapter(nn.Module):
 
     Args:
         share: what the last stage's loss is multiplied by, if anything: one replica's part of a mean over replicas.
-        steady: names of buffers that are written once a step: each of its microbatches begins with what the first one began with.
+        steady: names of buffers that are written once a step: each microbatch of its batches begins with what the first one began with.
     """
 
     def __init__(
@@ -276,11 +276,13 @@ class StageAdapter(nn.Module):
 
     def at(self, interface: StageInterface) -> StageAdapter:
         """Return the same stage with another interface, of sequences of another length."""
-        return StageAdapter(self.stage, interface, self.share, self.steady)
+        other = StageAdapter(self.stage, interface, self.share, self.steady)
+        other._begun = self._begun  # batches of one step may be of several lengths
+        return other
 
     def begin(self) -> None:
         """Begin a step."""
-        self._begun = {}
+        self._begun.clear()
 
     def _rewind(self) -> None:
         """Give the steady buffers what they held as the step began."""

@@ -254,6 +254,30 @@ def test_values_and_gradients_are_those_of_eager() -> None:
     assert set(without) <= NO_DERIVATIVE | ({"nextafter_"} if torch.__version__ < "2.13" else set())
 
 
+class Spectrum(nn.Module):
+    """A filter that keeps low frequencies, written into zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x)
+        kept = torch.zeros_like(spectrum)
+        kept[..., :2] = spectrum[..., :2]
+        kept[:, -1] = spectrum[:, 0] * 2
+        kept.narrow(-1, 1, 1).mul_(3)
+        filtered: Tensor = torch.fft.ifft(kept).real
+        return filtered
+
+
+def test_complex_values_that_are_written_into_have_gradients() -> None:
+    program = gp.export(Spectrum(), (POINTS,))
+    x, again = POINTS.clone().requires_grad_(), POINTS.clone().requires_grad_()
+
+    (found,) = program.run({}, {"x": again})
+    expected = Spectrum()(x)
+
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient(found.square(), again), gradient(expected.square(), x))
+
+
 NO_DERIVATIVE = {
     *(
         "acosh_",
