@@ -220,6 +220,8 @@ class Unit:
     """Whether its parameters are gathered with those of the unit before it."""
     has_blocks: bool = False
     """Whether it calls a block."""
+    results: tuple[Size, ...] | None = None
+    """Bytes of each output of a program for inference that replicas and microbatches are joined in; None but for its last unit."""
 
     def returned(self, rows: int) -> int:
         """Return the bytes of the gradients of what a microbatch sends to the next unit."""

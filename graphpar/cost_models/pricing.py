@@ -589,8 +589,8 @@ class Pricing(LayoutOrders):
 
     def _most_kept(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
         """Return the most bytes that each pp rank keeps at once, of so many of a microbatch of each stage."""
-        if self.mesh.pp == 1 and layout.order is None:
-            return [sum(saved)]
+        if self.bytes.infers or (self.mesh.pp == 1 and layout.order is None):
+            return [sum(saved[place] for place in places) for places in self.places(layout)]
 
         def peaks(microbatches: int) -> tuple[int, ...]:
             return peak_in_flight(self._ordered(layout, len(saved), microbatches), saved)

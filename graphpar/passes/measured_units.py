@@ -37,7 +37,7 @@ from graphpar.passes.parallel_products import with_joined
 from graphpar.passes.split import position_of, positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
-from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
 
 _SplitPoints = tuple[tuple[int, SplitAt], ...]
 _Signature = tuple[int, tuple[str | None, ...]]
@@ -207,6 +207,8 @@ class _Parts:
         self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
+        ends = _sizes(program.graph.output_node().all_input_nodes) if program.mode == INFER else None
+        self.results = [*[None] * (len(self.stages) - 1), ends]
         self.caches = [_cache(program, stage) for stage in self.stages]
         self.calls = [
             [str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in self.stages
@@ -261,8 +263,8 @@ class _Measured:
             shared |= set(stage.recomputed)
             held, buffers = parts.held[number]
             kind, inputs, cache = self.kinds[key], parts.inputs[number], parts.caches[number]
-            joins, calls = parts.joins[number], bool(parts.calls[number])
-            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins, calls))
+            how = parts.joins[number], bool(parts.calls[number]), parts.results[number]
+            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, *how))
         return units
 
     def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:
@@ -331,12 +333,17 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
 
 def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
     """Return for each sent value its size, and whether its gradient comes back."""
-    found = []
-    for boundary in stage.sends:
-        scales = any(c is not None for c in batch_coefficients(boundary.node))
-        size = Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0)
-        found.append((size, boundary.requires_grad and program.mode == "train"))
-    return tuple(found)
+    sizes = _sizes([boundary.node for boundary in stage.sends])
+    gradients = [boundary.requires_grad and program.mode == TRAIN for boundary in stage.sends]
+    return tuple(zip(sizes, gradients))
+
+
+def _sizes(nodes: Iterable[fx.Node]) -> tuple[Size, ...]:
+    """Return the bytes of the value of each node."""
+    return tuple(
+        Size(float(tensor_bytes(node, 1)), int(any(each is not None for each in batch_coefficients(node))))
+        for node in nodes
+    )
 
 
 def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:

@@ -380,16 +380,19 @@ class StepPrices:
 
         done = flat = 0  # of gradients: bytes of shards, and the copy that is on its way
         for number in reversed(range(len(groups))):
-            forward = backward = before = 0  # before: while no gradients are there, what has arrived beside
+            forward = backward = before = taken = 0  # before: while no gradients are there, what has arrived beside
             arrived = gathers[number] or (0 if any(gathers[:number]) else rest)
+            earlier = (gathers[number - 1] or (0 if any(gathers[: number - 1]) else rest)) if number else 0
             if self.zero == 2:
                 forward, backward = (
                     rest + sum(each) for each in (gathers, gathers[: number + 1] if single else gathers)
                 )
                 before = rest + sum(gathers[: number + 1]) + arrived
+                taken = before + earlier
             if self.zero == 3:
                 forward, backward = (sum(gathers[max(0, n) : n + 2]) + rest for n in (number, number - 1))
                 before = forward = forward + arrived
+                taken = gathers[number] + rest + arrived + earlier
             own = 0
             for place in reversed(groups[number]):
                 memory = memories[place]
@@ -404,6 +407,10 @@ class StepPrices:
                 most = max(most, total(backward, memory.backward.at(rows) + with_own))
                 kept -= memory.inside.at(rows) + self._between(memories, place, rows)
                 own += _trained(fresh)
+            if single or self.zero == 2:
+                most = max(most, in_all(0, taken, kept, 0))
+            if not single and self.zero == 3:
+                most = max(most, total(taken, 0))
             after = 0
             if self.zero >= 2 and (number or any(gathers)):
                 stay = single or self.zero == 3
@@ -413,6 +420,8 @@ class StepPrices:
             copies = {0: min(fixed.summed, done + own), 1: min(fixed.summed, own) + own * single}.get(
                 self.zero, 2 * own
             )
+            if self.zero >= 2 and not single and sum(part.count for part in sizes[number] if not part.rest) == 1:
+                copies += -(-own // self.shards)
             share = -(-own // self.shards) if self.zero else own
             done, flat = done + share, own - share
             most = max(most, total(after, copies))
