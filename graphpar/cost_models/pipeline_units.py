@@ -239,8 +239,8 @@ class StageBytes(NamedTuple):
 
 
 class HalvesBytes(NamedTuple):
-    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, never fewer than are kept;
-    and what is needed on top while a forward or a whole backward runs, the first half, and the second."""
+    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, none where the first does all,
+    else never fewer than are kept; and what is needed on top while a forward or a whole backward runs, the first half, and the second."""
 
     left: int
     on_top: tuple[int, int, int]
@@ -299,7 +299,7 @@ class JoinedUnits:
         stage, units = self.stage(first, after), self.at[first:after]
         whole = max(stage.forward, stage.backward)
         if not first or not all(unit.splits for unit in units):
-            return HalvesBytes(stage.kept, (whole, stage.backward, stage.backward))
+            return HalvesBytes(0 if first else stage.kept, (whole, stage.backward, stage.backward))
         *others, last = units
         inputs, more = max(stage.backward, last.input_half), last.for_weights - last.freed
         for unit in reversed(others):

@@ -602,9 +602,9 @@ class UnitBytes:
             found, messages = self.joined(rows).halves(first, after), self._returned(after, rows)
             if self.execution.recompute == "full":
                 kept, forward, backward, _ = self.kept(*key)
-                found = HalvesBytes(kept, (max(forward, backward), backward, backward))
+                found = HalvesBytes(0 if first else kept, (max(forward, backward), backward, backward))
             messages += self._returned(first, rows) if first else 0
-            self._halves[key] = found._replace(left=found.left + messages)
+            self._halves[key] = found._replace(left=found.left + messages) if found.left else found
         return self._halves[key]
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:

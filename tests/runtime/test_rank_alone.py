@@ -206,11 +206,28 @@ class Block(nn.Module):
         return made
 
 
+class Twice(Block):
+    """Backwards of stages with it can't be split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+_HALVES: list[tuple[int, str, type[Block]]] = [
+    (2, "ZBV", Block),
+    (3, "InterleavedZeroBubble", Block),
+    (2, "DualPipeV", Block),
+    (2, "InterleavedZeroBubble", Twice),
+]
+
+
 @pytest.mark.costly
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "ZBV"), (3, "InterleavedZeroBubble"), (2, "DualPipeV")])
-def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pp", "schedule", "block"), _HALVES)
+def test_halves_of_backwards_take_what_is_predicted(
+    pp: int, schedule: str, block: type[Block], tmp_path: Path
+) -> None:
     def model() -> nn.Module:
-        return nn.Sequential(nn.Embedding(16, 32), *(Block(32) for _ in range(8)))
+        return nn.Sequential(nn.Embedding(16, 32), *(block(32) for _ in range(8)))
 
     program = gp.export(model, (torch.randint(16, (12, 64)),), loss_fn=lambda y: y.square().mean())
     plan = gp.plan(program, mesh={"pp": pp}, schedule=schedule, microbatch_size=4, global_batch=48)

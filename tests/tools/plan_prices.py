@@ -303,7 +303,8 @@ class StepPrices:
             apart = any(action.kind == "W" for cell in row for action in cell)
             halves = {place: halves_bytes(stages[place], rows, place == 0, apart) for place in own}
             left = {
-                place: kept[place]
+                place: halves[place].left
+                and kept[place]
                 - kept_bytes(stages[place], rows)
                 + halves[place].left
                 + returned(stages, place, rows)
@@ -533,8 +534,8 @@ def halves_bytes(units: Units, rows: int, first: bool, apart: bool) -> Halves:
     """Of a stage of ``units``, the ``first`` or another; ``apart``: its backward runs in halves, if it can."""
     kept, on_top, own = kept_bytes(units, rows), on_top_bytes(units, rows), [unit.kind.memory for unit in units]
     backward = first_half = max(each.backward.at(rows) for each in own)
-    if not apart or first or not all(each.splits for each in own):
-        return Halves(kept, on_top, backward, backward)
+    if not apart or first or not all(each.splits for each in own):  # in others than the first stage, the first half does all
+        return Halves(0 if apart and not first else kept, on_top, backward, backward)
     within = [each.outer.at(rows) for each in own[:-1]] + [0]  # a stage is given the gradient of what it sends
     made, less = [each.for_weights.at(rows) for each in own], own[-1].freed.at(rows)
     for place, each in enumerate(own):
