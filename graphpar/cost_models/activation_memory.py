@@ -28,6 +28,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from graphpar.codegen.printer import gone_after
 from graphpar.cost_models.fake_operators import call_on_fakes, two_chunks
 from graphpar.cost_models.pipeline_units import Reach
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
@@ -37,7 +38,7 @@ from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.batch_sizes import concrete_shape
-from graphpar.ir.program import Block, Chunked, Program, Runner, value_of
+from graphpar.ir.program import Block, Chunked, Gone, Program, Runner, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.runtime.axes import AXES
@@ -93,6 +94,7 @@ class Activations:
         self.mode = CountedFakes()
         self.state: dict[str, Tensor] = {}
         self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+        self.gone: dict[fx.Graph, Gone] = {}
         once = cast_parameters(program) if program.mode == "train" else {}
         self.casts = once if casts is None else casts
 
@@ -219,6 +221,12 @@ class Forward(Runner):
 
     def tensor(self, name: str) -> Tensor:
         return self.activations.tensor(name)
+
+    def gone(self, graph: fx.Graph) -> Gone:
+        known = self.activations.gone
+        if graph not in known:
+            known[graph] = gone_after(graph)
+        return known[graph]
 
     def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
         run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))

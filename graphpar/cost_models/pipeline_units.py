@@ -239,8 +239,9 @@ class StageBytes(NamedTuple):
 
 
 class HalvesBytes(NamedTuple):
-    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, none where the first does all,
-    else never fewer than are kept; and what is needed on top while a forward or a whole backward runs, the first half, and the second."""
+    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, none where the first does
+    all, else never fewer than are kept; and what is needed on top while a forward or a whole backward runs, the first half, and the
+    second."""
 
     left: int
     on_top: tuple[int, int, int]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -576,7 +575,8 @@ class Pricing(LayoutOrders):
             return saved, saved
         left = [self.bytes.halves(*stage, rows).left if halves or not stage[0] else 0 for stage in stages]
         return saved, [
-            own + more - self.bytes.kept(*stage, rows)[0] if more else 0 for own, more, stage in zip(saved, left, stages)
+            own + more - self.bytes.kept(*stage, rows)[0] if more else 0
+            for own, more, stage in zip(saved, left, stages)
         ]
 
     def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:

@@ -189,7 +189,8 @@ class UnitBytes:
         if self.infers:  # what forwards send is there until the last one has ended
             ends = (stages[place][1] - 1 for place in own if place + 1 not in own)
             boundaries += (microbatches - 1) * sum(self.joined(rows).at[end].sent for end in ends)
-            ending = self._joining(rows, microbatches) if len(stages) - 1 in own else 0
+            transient = max(self._running_forward(*stages[place], rows) for place in own)
+            ending = self._joining(rows, microbatches, stages[-1][0]) if len(stages) - 1 in own else 0
         elif len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
@@ -303,7 +304,7 @@ class UnitBytes:
                     summing = min(every.summed, copied if run.zero else made + whole)
                     summing += whole if alone and run.zero else 0
                 made += run.divided(whole, 1)
-                flat = copied - run.divided(copied, 1) if run.zero else 0
+                flat = copied if sharded else copied - run.divided(copied, 1) if run.zero else 0
                 there, gathered = made if alone else every.gradients, self._gathered_at(number - 1, -1, alone)
                 moments.append(Moment(kept, there, gathered, summing))
             self._walks[key] = max(moments, key=lambda moment: moment.nbytes)
@@ -311,17 +312,17 @@ class UnitBytes:
 
     def _gathered_at(self, number: int, way: int, alone: bool) -> int:
         """Return the bytes of sharded parameters that are gathered while the units that are gathered together as ``number`` run forward (1)
-        or backward (-1) in an only stage, before the first at -1, or as they arrive for a forward (0); ``alone``: in a microbatch that gathers
-        what a step keeps, and frees it.
+        or backward (-1) in an only stage, before the first at -1, or as they arrive for a forward (0); ``alone``: in a microbatch that
+        gathers what a step keeps, and frees it.
 
         In a forward FSDP2 keeps what has arrived for a unit, beside its parameters, until the next one has them.
         """
         (gathered, rest), run = self._gathered, self.execution
         if run.zero < 3 and not self._gathered_for_step:
             return 0
-        if number < 0 and not any(gathered):  # the stage is one unit
+        if number < 0 and not any(gathered) and (alone or run.zero == 3):  # the stage is one unit
             return 0
-        places = [place for place in (number, number - 1)[: 2 - way] if place >= 0] if way >= 0 else []
+        places = range(number, max(0, number - (gathered[number] > 0 and not way)) - 1, -1) if way >= 0 else ()
         arrived = sum(gathered[place] or (0 if any(gathered[:place]) else rest) for place in places)
         if self._gathered_for_step:
             return rest + (sum(gathered[: number + 1]) + arrived if alone else sum(gathered))
@@ -397,11 +398,20 @@ class UnitBytes:
         """Whether forwards run alone, one after the other."""
         return self.units[-1].results is not None
 
-    def _joining(self, rows: int, microbatches: int) -> int:
-        """Return the bytes that joining the outputs of inference takes, with those of one microbatch: each output of all microbatches is
-        copied to one tensor; with replicas those of all of these are gathered, and copied again."""
+    def _message(self, first: int, rows: int) -> int:
+        """Return the bytes that a stage receives, which are there until it receives those of another microbatch."""
+        return sum(round(size.at(rows)) for size, _ in self.units[first - 1].kind.sends) if first else 0
+
+    def _running_forward(self, first: int, after: int, rows: int) -> int:
+        """Return what the forward of a stage needs on top in inference; of units, that of the first has what the stage receives."""
+        at, *others = self.joined(rows).at[first:after]
+        return max(at.forward, *(each.forward + self._message(first, rows) for each in others), 0)
+
+    def _joining(self, rows: int, microbatches: int, first: int) -> int:
+        """Return the bytes that joining the outputs of inference takes, with those of one microbatch of the last stage, from unit ``first``
+        on: each output of all microbatches is copied to one tensor; with replicas those of all of these are gathered, and copied again."""
         sizes, replicas = [size.at(rows) for size in self.units[-1].results or ()], self.mesh.replicas
-        there, most = round(sum(sizes)), 0
+        there, most = round(sum(sizes)) + self._message(first, rows), 0
         for nbytes in (round(microbatches * size) for size in sizes):
             most = max(most, there + nbytes * (1 if replicas == 1 else 1 + 2 * replicas))
             there += replicas * nbytes

@@ -223,9 +223,7 @@ _HALVES: list[tuple[int, str, type[Block]]] = [
 
 @pytest.mark.costly
 @pytest.mark.parametrize(("pp", "schedule", "block"), _HALVES)
-def test_halves_of_backwards_take_what_is_predicted(
-    pp: int, schedule: str, block: type[Block], tmp_path: Path
-) -> None:
+def test_halves_of_backwards_take_what_is_predicted(pp: int, schedule: str, block: type[Block], tmp_path: Path) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Embedding(16, 32), *(block(32) for _ in range(8)))
 
@@ -284,7 +282,35 @@ def test_a_large_unit_takes_what_is_predicted(zero: int, tmp_path: Path) -> None
     assert 0.97 * measured <= gp.estimate(program, plan).memory[0].allocated <= 1.05 * measured
 
 
-_ARRIVALS: dict[str, tuple[Any, Any, dict[str, int]]] = {
+class Flat(nn.Module):
+    """Parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(64, 64)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+_ARRIVALS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "what is written inside of a statement is gone after it": (
+        Flat,
+        torch.randn(4, 256, 64),
+        {"zero": 3, "global_batch": 16},
+    ),
+    "ZeRO 2 keeps what is gathered until the last microbatch is done": (
+        Flat,
+        torch.randn(4, 8, 64),
+        {"zero": 2, "global_batch": 64},
+    ),
+    "the copy of a unit's gradients is there whole until the next one": (
+        lambda: nn.Sequential(nn.Embedding(16, 96), *(Block(96) for _ in range(6))),
+        torch.randint(16, (4, 8)),
+        {"zero": 3, "global_batch": 16, "recompute": "full"},
+    ),
     "as a unit takes what has arrived, what arrived for the one before is there": (
         lambda: nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)),
         torch.randn(4, 8, 512),
@@ -303,7 +329,7 @@ _ARRIVALS: dict[str, tuple[Any, Any, dict[str, int]]] = {
 def test_what_comes_and_goes_of_sharded_state_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
     model, x, pins = _ARRIVALS[name]
     program = gp.export(model, (x,), loss_fn=lambda y: y.square().mean())
-    plan = gp.plan(program, "4xCPU", mesh={"dp_shard": 4}, microbatch_size=4, recompute="none", **pins)
+    plan = gp.plan(program, "4xCPU", mesh={"dp_shard": 4}, microbatch_size=4, **{"recompute": "none", **pins})
     gp.partition(program, plan).save(tmp_path / "out")
     measured = _measured(tmp_path / "out", 0, 4)
     assert 0.99 * measured <= gp.estimate(program, plan).memory[0].allocated <= 1.02 * measured

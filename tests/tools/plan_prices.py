@@ -304,10 +304,7 @@ class StepPrices:
             halves = {place: halves_bytes(stages[place], rows, place == 0, apart) for place in own}
             left = {
                 place: halves[place].left
-                and kept[place]
-                - kept_bytes(stages[place], rows)
-                + halves[place].left
-                + returned(stages, place, rows)
+                and kept[place] - kept_bytes(stages[place], rows) + halves[place].left + returned(stages, place, rows)
                 for place in own
             }
             highest = most_kept(kept, left, halves, row, self.whole_bytes(stages, own))
@@ -383,7 +380,11 @@ class StepPrices:
         for number in reversed(range(len(groups))):
             forward = backward = before = taken = 0  # before: while no gradients are there, what has arrived beside
             arrived = gathers[number] or (0 if any(gathers[:number]) else rest)
-            earlier = (gathers[number - 1] or (0 if any(gathers[: number - 1]) else rest)) if number else 0
+            earlier = (
+                (gathers[number - 1] or (0 if any(gathers[: number - 1]) else rest))
+                if number and gathers[number]
+                else 0
+            )
             if self.zero == 2:
                 forward, backward = (
                     rest + sum(each) for each in (gathers, gathers[: number + 1] if single else gathers)
@@ -412,9 +413,8 @@ class StepPrices:
                 most = max(most, in_all(0, taken, kept, 0))
             if not single and self.zero == 3:
                 most = max(most, total(taken, 0))
-            after = 0
-            if self.zero >= 2 and (number or any(gathers)):
-                stay = single or self.zero == 3
+            after, stay = 0, single or self.zero == 3
+            if self.zero >= 2 and (number or any(gathers) or not stay):
                 after = rest + (
                     sum(gathers[(0 if self.zero == 2 else max(0, number - 2)) : number]) if stay else sum(gathers)
                 )
@@ -424,7 +424,7 @@ class StepPrices:
             if self.zero >= 2 and not single and sum(part.count for part in sizes[number] if not part.rest) == 1:
                 copies += -(-own // self.shards)
             share = -(-own // self.shards) if self.zero else own
-            done, flat = done + share, own - share
+            done, flat = done + share, own - share * (self.zero == 1)
             most = max(most, total(after, copies))
         return fixed.state + max(most, in_all(fixed.reduced, 0, 0, fixed.ending))
 
@@ -534,7 +534,9 @@ def halves_bytes(units: Units, rows: int, first: bool, apart: bool) -> Halves:
     """Of a stage of ``units``, the ``first`` or another; ``apart``: its backward runs in halves, if it can."""
     kept, on_top, own = kept_bytes(units, rows), on_top_bytes(units, rows), [unit.kind.memory for unit in units]
     backward = first_half = max(each.backward.at(rows) for each in own)
-    if not apart or first or not all(each.splits for each in own):  # in others than the first stage, the first half does all
+    if (
+        not apart or first or not all(each.splits for each in own)
+    ):  # in others than the first stage, the first half does all
         return Halves(0 if apart and not first else kept, on_top, backward, backward)
     within = [each.outer.at(rows) for each in own[:-1]] + [0]  # a stage is given the gradient of what it sends
     made, less = [each.for_weights.at(rows) for each in own], own[-1].freed.at(rows)
