@@ -15,6 +15,7 @@ normalisations, cuDNN's reserve). No GPU is needed. Memory that a kernel allocat
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from graphpar.codegen.printer import gone_after
 from graphpar.cost_models.fake_operators import call_on_fakes, two_chunks
 from graphpar.cost_models.pipeline_units import Reach
 from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
@@ -72,6 +72,7 @@ class Activations:
         recomputed: how blocks are recomputed, by path.
         casts: the dtypes of the copies of parameters that all microbatches share, by name; by default those of
             :mod:`graphpar.runtime.stages.cast_once`.
+        gone: says which values the printed code of a graph drops when, see :func:`graphpar.codegen.printer.gone_after`.
 
     Raises:
         GraphparError: the device is of another kind.
@@ -86,6 +87,7 @@ class Activations:
         even_experts: bool = False,
         recomputed: Mapping[str, Recomputation] | None = None,
         casts: Mapping[str, torch.dtype] | None = None,
+        gone: Callable[[fx.Graph], Gone] = lambda graph: {},
     ) -> None:
         if device not in KINDS:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
@@ -94,7 +96,7 @@ class Activations:
         self.mode = CountedFakes()
         self.state: dict[str, Tensor] = {}
         self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-        self.gone: dict[fx.Graph, Gone] = {}
+        self.gone = functools.cache(gone)
         once = cast_parameters(program) if program.mode == "train" else {}
         self.casts = once if casts is None else casts
 
@@ -223,10 +225,7 @@ class Forward(Runner):
         return self.activations.tensor(name)
 
     def gone(self, graph: fx.Graph) -> Gone:
-        known = self.activations.gone
-        if graph not in known:
-            known[graph] = gone_after(graph)
-        return known[graph]
+        return self.activations.gone(graph)
 
     def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
         run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from graphpar.codegen.printer import gone_after
 from graphpar.cost_models.activation_memory import Activations, attributes, widest_window
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
@@ -246,6 +247,7 @@ class _Measured:
             even_experts=True,
             recomputed=recomputed,
             casts=parts.casts,
+            gone=gone_after,
         )
         kinds = {path: how.kind for path, how in recomputed.items()}
         shared: set[str] = set()
