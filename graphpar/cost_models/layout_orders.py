@@ -15,6 +15,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.step_costs import StageSeconds
+from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.errors import GraphparError
 from graphpar.runtime.mesh import Mesh
 from graphpar.schedules.action_table import ActionTable
@@ -28,6 +29,7 @@ class LayoutOrders:
 
     units: tuple[Unit, ...]
     mesh: Mesh
+    bytes: UnitBytes
     execution: Execution
     train: bool
 
@@ -62,15 +64,15 @@ class LayoutOrders:
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
         """Return the most microbatches that each stage keeps at once."""
         stages = len(layout.starts)
-        if self.mesh.pp == 1 and layout.order is None:
-            return (1.0,)
+        if self.bytes.infers or (self.mesh.pp == 1 and layout.order is None):
+            return (1.0,) * stages
         return self._peaks(layout, lambda count: most_in_flight(self._ordered(layout, stages, count)), exact=False)
 
     def kept_together(self, layout: Layout) -> tuple[float, ...]:
         """Return for each pp rank a number of microbatches of which it keeps those of all its stages at one time."""
         stages = len(layout.starts)
-        if self.mesh.pp == 1 and layout.order is None:
-            return (1.0,)
+        if self.bytes.infers or (self.mesh.pp == 1 and layout.order is None):
+            return (1.0,) * self.mesh.pp
         return self._peaks(layout, lambda count: kept_before_backward(self._table(layout, stages, count)), exact=False)
 
     @cached_property

@@ -220,6 +220,8 @@ class Unit:
     """Whether its parameters are gathered with those of the unit before it."""
     has_blocks: bool = False
     """Whether it calls a block."""
+    results: tuple[Size, ...] | None = None
+    """Bytes of each output of a program for inference that replicas and microbatches are joined in; None but for its last unit."""
 
     def returned(self, rows: int) -> int:
         """Return the bytes of the gradients of what a microbatch sends to the next unit."""
@@ -237,8 +239,9 @@ class StageBytes(NamedTuple):
 
 
 class HalvesBytes(NamedTuple):
-    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, never fewer than are kept;
-    and what is needed on top while a forward or a whole backward runs, the first half, and the second."""
+    """The bytes of a microbatch of a stage whose backward runs in halves: ``left`` from the first to the second, none where the first does
+    all, else never fewer than are kept; and what is needed on top while a forward or a whole backward runs, the first half, and the
+    second."""
 
     left: int
     on_top: tuple[int, int, int]
@@ -297,7 +300,7 @@ class JoinedUnits:
         stage, units = self.stage(first, after), self.at[first:after]
         whole = max(stage.forward, stage.backward)
         if not first or not all(unit.splits for unit in units):
-            return HalvesBytes(stage.kept, (whole, stage.backward, stage.backward))
+            return HalvesBytes(0 if first else stage.kept, (whole, stage.backward, stage.backward))
         *others, last = units
         inputs, more = max(stage.backward, last.input_half), last.for_weights - last.freed
         for unit in reversed(others):

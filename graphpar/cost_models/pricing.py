@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -547,7 +546,7 @@ class Pricing(LayoutOrders):
         state = list(zip(*(self.bytes.whole([stage]) for stage in stages)))
         whole = sum(map(sum, state))
         apart = halves and self.execution.halves and self._runs_apart(layout)
-        if (not whole and not apart) or (self.mesh.pp == 1 and layout.order is None):
+        if (not whole and left is saved) or (self.mesh.pp == 1 and layout.order is None):
             return [Most(kept, whole) for kept in self._most_kept(layout, saved, exact)]
         parts = [self.bytes.halves(*stage, rows) for stage in stages] if apart else []
 
@@ -569,12 +568,16 @@ class Pricing(LayoutOrders):
     def _kept_and_left(
         self, layout: Layout, stages: Sequence[tuple[int, int]], *, halves: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return :meth:`kept_by`, and what each stage keeps of a microbatch whose backward has run its first half."""
+        """Return :meth:`kept_by`, and what each stage keeps of a microbatch whose backward has run its first half; without ``halves`` the
+        least."""
         saved, rows = self.kept_by(layout, stages), layout.microbatch_size
-        if not (halves and self.execution.halves and self._runs_apart(layout)):
+        if not (self.execution.halves and self._runs_apart(layout)):
             return saved, saved
-        more = (self.bytes.halves(*stage, rows).left - self.bytes.kept(*stage, rows)[0] for stage in stages)
-        return saved, list(map(operator.add, saved, more))
+        left = [self.bytes.halves(*stage, rows).left if halves or not stage[0] else 0 for stage in stages]
+        return saved, [
+            own + more - self.bytes.kept(*stage, rows)[0] if more else 0
+            for own, more, stage in zip(saved, left, stages)
+        ]
 
     def kept_by(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> list[int]:
         """Return the bytes of each microbatch in flight of each stage; a message between two stages of a rank is a tensor of the first."""
@@ -589,8 +592,8 @@ class Pricing(LayoutOrders):
 
     def _most_kept(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
         """Return the most bytes that each pp rank keeps at once, of so many of a microbatch of each stage."""
-        if self.mesh.pp == 1 and layout.order is None:
-            return [sum(saved)]
+        if self.bytes.infers or (self.mesh.pp == 1 and layout.order is None):
+            return [sum(saved[place] for place in places) for places in self.places(layout)]
 
         def peaks(microbatches: int) -> tuple[int, ...]:
             return peak_in_flight(self._ordered(layout, len(saved), microbatches), saved)

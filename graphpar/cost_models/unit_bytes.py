@@ -184,10 +184,16 @@ class UnitBytes:
         transient = max(max(cost[1:3]) for cost in costs) if on_top is None else on_top
         boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
         boundaries += sum(self._returned(stages[place][1], rows) for place in own)
-        if len(own) == 1 and len(stages) > 1:  # the last message being sent
+        constant = self._constant(stages, own)
+        ending = constant.ending
+        if self.infers:  # what forwards send is there until the last one has ended
+            ends = (stages[place][1] - 1 for place in own if place + 1 not in own)
+            boundaries += (microbatches - 1) * sum(self.joined(rows).at[end].sent for end in ends)
+            transient = max(self._running_forward(*stages[place], rows) for place in own)
+            ending = self._joining(rows, microbatches, stages[-1][0]) if len(stages) - 1 in own else 0
+        elif len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
-        constant = self._constant(stages, own)
         gradients, buckets = constant.gradients, constant.gathered + whole
         if len(stages) == 1 and self._trains and on_top is None:
             kept, gradients, buckets, transient = self._walked(rows, microbatches == 1)
@@ -196,10 +202,10 @@ class UnitBytes:
             transient = max(transient, constant.summed + max(cost[0] for cost in costs) - activations)
         moving = activations + transient + buckets
         # What a rank keeps of a step is gone when it ends.
-        more = constant.reduced + (1 + ALLOCATOR_SLACK) * constant.ending - gradients - (1 + ALLOCATOR_SLACK) * moving
+        more = constant.reduced + (1 + ALLOCATOR_SLACK) * ending - gradients - (1 + ALLOCATOR_SLACK) * moving
         if more > 0:
-            transient += constant.reduced + constant.ending - gradients - moving
-            moving = constant.ending
+            transient += constant.reduced + ending - gradients - moving
+            moving = ending
         return {
             "gradients": gradients,
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
@@ -288,13 +294,17 @@ class UnitBytes:
                         moments.append(Moment(kept, 0 if first else there, gathered, at.forward))
                     kept -= joined.freed(after, inputs_only=run.recompute == "full")
                     whole, copied = whole + gradients, copied + self.reduced_sizes(own)
+                for first in {alone, alone or self._gathered_for_step}:
+                    moments.append(Moment(kept, 0 if first else there, self._gathered_at(number, 0, first), 0))
                 if sharded:
-                    summing = whole + copied
+                    # FSDP2 has the last gradient of a unit, here the only one, until it has added the sum to that of other microbatches.
+                    only = sum(part.count for unit in group for part in unit.held if not part.rest) == 1
+                    summing = whole + copied + (run.divided(copied, 2) if only and not alone else 0)
                 else:
                     summing = min(every.summed, copied if run.zero else made + whole)
                     summing += whole if alone and run.zero else 0
                 made += run.divided(whole, 1)
-                flat = copied - run.divided(copied, 1) if run.zero else 0
+                flat = copied if sharded else copied - run.divided(copied, 1) if run.zero else 0
                 there, gathered = made if alone else every.gradients, self._gathered_at(number - 1, -1, alone)
                 moments.append(Moment(kept, there, gathered, summing))
             self._walks[key] = max(moments, key=lambda moment: moment.nbytes)
@@ -302,16 +312,18 @@ class UnitBytes:
 
     def _gathered_at(self, number: int, way: int, alone: bool) -> int:
         """Return the bytes of sharded parameters that are gathered while the units that are gathered together as ``number`` run forward (1)
-        or backward (-1) in an only stage, before the first at -1; ``alone``: in a microbatch that gathers what a step keeps, and frees it.
+        or backward (-1) in an only stage, before the first at -1, or as they arrive for a forward (0); ``alone``: in a microbatch that
+        gathers what a step keeps, and frees it.
 
         In a forward FSDP2 keeps what has arrived for a unit, beside its parameters, until the next one has them.
         """
         (gathered, rest), run = self._gathered, self.execution
         if run.zero < 3 and not self._gathered_for_step:
             return 0
-        if number < 0 and not any(gathered):  # the stage is one unit
+        if number < 0 and not any(gathered) and (alone or run.zero == 3):  # the stage is one unit
             return 0
-        arrived = (gathered[number] or (0 if any(gathered[:number]) else rest)) if way > 0 else 0
+        places = range(number, max(0, number - (gathered[number] > 0 and not way)) - 1, -1) if way >= 0 else ()
+        arrived = sum(gathered[place] or (0 if any(gathered[:place]) else rest) for place in places)
         if self._gathered_for_step:
             return rest + (sum(gathered[: number + 1]) + arrived if alone else sum(gathered))
         others = number + way * (run.gathered - 1)
@@ -380,6 +392,30 @@ class UnitBytes:
     def _trains(self) -> bool:
         """Whether there are gradients."""
         return any(part.trained for unit in self.units for part in unit.held)
+
+    @property
+    def infers(self) -> bool:
+        """Whether forwards run alone, one after the other."""
+        return self.units[-1].results is not None
+
+    def _message(self, first: int, rows: int) -> int:
+        """Return the bytes that a stage receives, which are there until it receives those of another microbatch."""
+        return sum(round(size.at(rows)) for size, _ in self.units[first - 1].kind.sends) if first else 0
+
+    def _running_forward(self, first: int, after: int, rows: int) -> int:
+        """Return what the forward of a stage needs on top in inference; of units, that of the first has what the stage receives."""
+        at, *others = self.joined(rows).at[first:after]
+        return max(at.forward, *(each.forward + self._message(first, rows) for each in others), 0)
+
+    def _joining(self, rows: int, microbatches: int, first: int) -> int:
+        """Return the bytes that joining the outputs of inference takes, with those of one microbatch of the last stage, from unit ``first``
+        on: each output of all microbatches is copied to one tensor; with replicas those of all of these are gathered, and copied again."""
+        sizes, replicas = [size.at(rows) for size in self.units[-1].results or ()], self.mesh.replicas
+        there, most = round(sum(sizes)) + self._message(first, rows), 0
+        for nbytes in (round(microbatches * size) for size in sizes):
+            most = max(most, there + nbytes * (1 if replicas == 1 else 1 + 2 * replicas))
+            there += replicas * nbytes
+        return most
 
     def _bucket(self, held: Sequence[Held], elsewhere: Collection[str]) -> int:
         """Return the bytes of the largest bucket in which gradients are all-reduced; a parameter that is larger than others may be has one
@@ -576,9 +612,9 @@ class UnitBytes:
             found, messages = self.joined(rows).halves(first, after), self._returned(after, rows)
             if self.execution.recompute == "full":
                 kept, forward, backward, _ = self.kept(*key)
-                found = HalvesBytes(kept, (max(forward, backward), backward, backward))
+                found = HalvesBytes(0 if first else kept, (max(forward, backward), backward, backward))
             messages += self._returned(first, rows) if first else 0
-            self._halves[key] = found._replace(left=found.left + messages)
+            self._halves[key] = found._replace(left=found.left + messages) if found.left else found
         return self._halves[key]
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:

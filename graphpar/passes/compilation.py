@@ -84,6 +84,9 @@ def compiled(program: Program, plan: Planned, cluster: Cluster | None = None, se
         seen(DRAW_DROPOUT, program)
     ranks = sharded_as(program, plan, seen)
     kinds = recomputed_blocks(program, plan.recompute)
+    if not kinds and plan.recompute != "none":
+        unused = f"recompute={plan.recompute!r} has nothing to run again: no backward runs through the blocks of {program.name}."
+        plan = replace(plan, recompute="none", warnings=(*plan.warnings, unused))
     seconds: dict[str, float] = {}
     started = perf_counter()
     local, stages = trained = ranks.local, split(ranks.local, positions_of(ranks.local, plan.split_points))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from graphpar.codegen.printer import gone_after
 from graphpar.cost_models.activation_memory import Activations, attributes, widest_window
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
@@ -37,7 +38,7 @@ from graphpar.passes.parallel_products import with_joined
 from graphpar.passes.split import position_of, positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R, Shard
-from graphpar.runtime.option_kinds import GENERATE, TRAIN
+from graphpar.runtime.option_kinds import GENERATE, INFER, TRAIN
 
 _SplitPoints = tuple[tuple[int, SplitAt], ...]
 _Signature = tuple[int, tuple[str | None, ...]]
@@ -99,6 +100,7 @@ class _How(NamedTuple):
     joined: bool
     travelling: bool
     units: tuple[str, ...] | None
+    printed: bool
 
 
 class RankUnits:
@@ -113,7 +115,7 @@ class RankUnits:
     def __init__(self, program: Program, degrees: Mapping[str, int], like: RankUnits | None = None) -> None:
         self.program, self.degrees = program, degrees
         self._split_points: dict[tuple[SplitAt, ...], _SplitPoints] = {}
-        self._memories: dict[tuple[str, bool], _Memories] = (
+        self._memories: dict[tuple[str, bool, bool], _Memories] = (
             {} if like is None else like._memories
         )  # equal units have equal ones, whatever else there is
         self._numbers: dict[tuple[Hashable, ...], int] = {} if like is None else like._numbers
@@ -142,6 +144,7 @@ class RankUnits:
             run.joined,
             run.travelling,
             run.units,
+            run.printed,
         )
         key = how, tuple(required), run.blocks, "activations" in run.offload
         if key not in self._units:
@@ -157,7 +160,7 @@ class RankUnits:
             self._split_points[required] = tuple(unit_split_points(self.program, required))
         key = how, self._split_points[required]  # pinned split points may be among those found anyway
         if key not in self._measured:
-            memories = self._memories.setdefault((how.device, how.recasts), {})
+            memories = self._memories.setdefault((how.device, how.recasts, how.printed), {})
             of_parts = how.device, how.recasts, how.units, key[1]
             if of_parts not in self._parts:
                 like = next((parts for (device, *_), parts in self._parts.items() if device == how.device), None)
@@ -207,6 +210,8 @@ class _Parts:
         self.joins = [False, *(bool(before & after) for before, after in itertools.pairwise(gathered))]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
+        ends = _sizes(program.graph.output_node().all_input_nodes) if program.mode == INFER else None
+        self.results = [*[None] * (len(self.stages) - 1), ends]
         self.caches = [_cache(program, stage) for stage in self.stages]
         self.calls = [
             [str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in self.stages
@@ -244,6 +249,7 @@ class _Measured:
             even_experts=True,
             recomputed=recomputed,
             casts=parts.casts,
+            **({"gone": gone_after} if self.how.printed else {}),
         )
         kinds = {path: how.kind for path, how in recomputed.items()}
         shared: set[str] = set()
@@ -261,8 +267,8 @@ class _Measured:
             shared |= set(stage.recomputed)
             held, buffers = parts.held[number]
             kind, inputs, cache = self.kinds[key], parts.inputs[number], parts.caches[number]
-            joins, calls = parts.joins[number], bool(parts.calls[number])
-            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, joins, calls))
+            how = parts.joins[number], bool(parts.calls[number]), parts.results[number]
+            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage, *how))
         return units
 
     def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:
@@ -331,12 +337,17 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
 
 def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
     """Return for each sent value its size, and whether its gradient comes back."""
-    found = []
-    for boundary in stage.sends:
-        scales = any(c is not None for c in batch_coefficients(boundary.node))
-        size = Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0)
-        found.append((size, boundary.requires_grad and program.mode == "train"))
-    return tuple(found)
+    sizes = _sizes([boundary.node for boundary in stage.sends])
+    gradients = [boundary.requires_grad and program.mode == TRAIN for boundary in stage.sends]
+    return tuple(zip(sizes, gradients))
+
+
+def _sizes(nodes: Iterable[fx.Node]) -> tuple[Size, ...]:
+    """Return the bytes of the value of each node."""
+    return tuple(
+        Size(float(tensor_bytes(node, 1)), int(any(each is not None for each in batch_coefficients(node))))
+        for node in nodes
+    )
 
 
 def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:

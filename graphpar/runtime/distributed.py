@@ -404,8 +404,10 @@ def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Gather a tensor of one shape and dtype from every rank of ``group`` on all of them, in the order of the ranks; any dtype."""
     # As bytes: gloo does not know every dtype.
     flat = value.contiguous().reshape(-1).view(torch.uint8)
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, flat, group=group)
+    gathered = flat.new_empty(
+        dist.get_world_size(group), len(flat)
+    )  # one tensor: of several NCCL makes another of their size
+    all_gather_flat(gathered.view(-1), flat, group).wait()
     return [piece.view(value.dtype).view(value.shape) for piece in gathered]
 
 

@@ -359,12 +359,14 @@ def most_of(
 
 
 def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
-    """Compute for each stage the most microbatches that it keeps at the same time; split backwards hold theirs until W."""
+    """Compute for each stage the most microbatches that it surely keeps at the same time. A split backward holds its own until I ends, as
+    where that does all; in the first stage until W."""
     order = table if isinstance(table, Order) else order_of(table)
     most = [0] * order.stages
     for stages, *kinds in _fullest(order, False):
         for rows in kinds:
-            counts = rows.reshape(-1, 2, len(stages)).sum(axis=1).max(axis=0, initial=0)
+            kept, waiting = rows.reshape(-1, 2, len(stages)).swapaxes(0, 1)
+            counts = (kept + waiting * (stages == 0)).max(axis=0, initial=0)
             for stage, count in zip(stages.tolist(), counts.tolist()):
                 most[stage] = max(most[stage], count)
     return tuple(most)

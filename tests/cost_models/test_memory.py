@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import concrete_shape
 from graphpar.ir.program import OptimizerState, value_of
-from graphpar.passes.planning.prices import estimate_plan, table_of
+from graphpar.passes.planning.prices import estimate_plan, pricing_of, table_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.mesh import Mesh
@@ -425,6 +425,33 @@ def test_a_local_boundary_counts_once() -> None:
     assert in_flight[1] < memory.activations <= 2 * in_flight[1] + sent  # I keeps gradients for W besides
     assert activations.for_weight(parts.stages[2], 1) > 0
     assert memory.boundaries == (2 + 2) * saved[1].sent  # two stages receive a value and the gradient of another
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble"])
+def test_other_frameworks_keep_what_the_forward_kept_until_the_second_half(schedule: str) -> None:
+    """They take the same seconds."""
+    program = example("gpt")
+    plan = gp.plan(program, mesh={"pp": 2}, schedule=schedule, microbatch_size=1, global_batch=8)
+    cluster = gp.Cluster.parse("2xCPU")
+    pricing, layout = pricing_of(program, plan, cluster)
+    assert pricing.execution.halves
+    own = estimate_plan(program, plan, cluster)
+    other = estimate_plan(program, plan, cluster, replace(pricing.execution, halves=False))
+    assert other.step_time_s == own.step_time_s
+    stages, places = pricing.stages_of(layout), pricing.places(layout)
+    kept = [pricing.bytes.kept(*stage, 1) for stage in stages]
+    local = [place and any({place, place - 1} <= set(rank) for rank in places) for place in range(len(stages))]
+    saved = [each[0] + (0 if here else each[3] * (place > 0)) for place, (each, here) in enumerate(zip(kept, local))]
+    for rank, memory in enumerate(other.memory):
+        alive, most = dict.fromkeys(places[rank], 0), 0
+        for _, _, _, action in (each for each in table_of(plan).actions() if each[0] == rank):
+            alive[action.stage] += action.kind == "F"
+            most = max(most, sum(saved[stage] * count for stage, count in alive.items()))
+            alive[action.stage] -= action.kind in ("B", "W")
+        assert memory.activations == most
+        assert memory.transient == max(max(kept[place][1:3]) for place in places[rank])
+        assert memory.activations < own.memory[rank].activations
 
 
 _STEPS = [

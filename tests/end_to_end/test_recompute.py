@@ -17,6 +17,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.work import Collective
 from graphpar.passes.planning.planned import sharded_as
 from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.option_kinds import Recompute
 from graphpar.verification.reference import run_reference
 from tests.tools.programs import example, norms_pinned
@@ -190,3 +191,25 @@ def _repeated(program: gp.Program, plan: gp.Plan) -> int:
     return sum(
         times for unit in units for row, times in unit.kind.again.work.rows.items() if isinstance(row, Collective)
     )
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.linear(x)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_frozen_blocks_have_nothing_to_run_again(kind: Recompute, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(_Layer().requires_grad_(False) for _ in range(3)), nn.Linear(8, 2))
+
+    program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
+    parts = gp.partition(program, gp.plan(program, 1, recompute=kind, microbatch_size=2))
+    (warning,) = parts.report["warnings"]
+    assert warning == f"recompute={kind!r} has nothing to run again: no backward runs through the blocks of {program.name}."
+    assert load_manifest(parts.save(tmp_path / "out")).recompute == "none"

@@ -300,7 +300,7 @@ class EveryPlan:
                 kept = {place: each.kept + messages[place] for place, each in zip(own, chosen)}
                 halves = {place: each.halves for place, each in zip(own, chosen)}
                 left = {
-                    place: each.halves.left + messages[place] + returned(plain, place, way.rows)
+                    place: each.halves.left and each.halves.left + messages[place] + returned(plain, place, way.rows)
                     for place, each in zip(own, chosen)
                 }
                 if len(runs) == 1:

@@ -303,10 +303,8 @@ class StepPrices:
             apart = any(action.kind == "W" for cell in row for action in cell)
             halves = {place: halves_bytes(stages[place], rows, place == 0, apart) for place in own}
             left = {
-                place: kept[place]
-                - kept_bytes(stages[place], rows)
-                + halves[place].left
-                + returned(stages, place, rows)
+                place: halves[place].left
+                and kept[place] - kept_bytes(stages[place], rows) + halves[place].left + returned(stages, place, rows)
                 for place in own
             }
             highest = most_kept(kept, left, halves, row, self.whole_bytes(stages, own))
@@ -380,16 +378,23 @@ class StepPrices:
 
         done = flat = 0  # of gradients: bytes of shards, and the copy that is on its way
         for number in reversed(range(len(groups))):
-            forward = backward = before = 0  # before: while no gradients are there, what has arrived beside
+            forward = backward = before = taken = 0  # before: while no gradients are there, what has arrived beside
             arrived = gathers[number] or (0 if any(gathers[:number]) else rest)
+            earlier = (
+                (gathers[number - 1] or (0 if any(gathers[: number - 1]) else rest))
+                if number and gathers[number]
+                else 0
+            )
             if self.zero == 2:
                 forward, backward = (
                     rest + sum(each) for each in (gathers, gathers[: number + 1] if single else gathers)
                 )
                 before = rest + sum(gathers[: number + 1]) + arrived
+                taken = before + earlier
             if self.zero == 3:
                 forward, backward = (sum(gathers[max(0, n) : n + 2]) + rest for n in (number, number - 1))
                 before = forward = forward + arrived
+                taken = gathers[number] + rest + arrived + earlier
             own = 0
             for place in reversed(groups[number]):
                 memory = memories[place]
@@ -404,17 +409,22 @@ class StepPrices:
                 most = max(most, total(backward, memory.backward.at(rows) + with_own))
                 kept -= memory.inside.at(rows) + self._between(memories, place, rows)
                 own += _trained(fresh)
-            after = 0
-            if self.zero >= 2 and (number or any(gathers)):
-                stay = single or self.zero == 3
+            if single or self.zero == 2:
+                most = max(most, in_all(0, taken, kept, 0))
+            if not single and self.zero == 3:
+                most = max(most, total(taken, 0))
+            after, stay = 0, single or self.zero == 3
+            if self.zero >= 2 and (number or any(gathers) or not stay):
                 after = rest + (
                     sum(gathers[(0 if self.zero == 2 else max(0, number - 2)) : number]) if stay else sum(gathers)
                 )
             copies = {0: min(fixed.summed, done + own), 1: min(fixed.summed, own) + own * single}.get(
                 self.zero, 2 * own
             )
+            if self.zero >= 2 and not single and sum(part.count for part in sizes[number] if not part.rest) == 1:
+                copies += -(-own // self.shards)
             share = -(-own // self.shards) if self.zero else own
-            done, flat = done + share, own - share
+            done, flat = done + share, own - share * (self.zero == 1)
             most = max(most, total(after, copies))
         return fixed.state + max(most, in_all(fixed.reduced, 0, 0, fixed.ending))
 
@@ -524,8 +534,10 @@ def halves_bytes(units: Units, rows: int, first: bool, apart: bool) -> Halves:
     """Of a stage of ``units``, the ``first`` or another; ``apart``: its backward runs in halves, if it can."""
     kept, on_top, own = kept_bytes(units, rows), on_top_bytes(units, rows), [unit.kind.memory for unit in units]
     backward = first_half = max(each.backward.at(rows) for each in own)
-    if not apart or first or not all(each.splits for each in own):
-        return Halves(kept, on_top, backward, backward)
+    if (
+        not apart or first or not all(each.splits for each in own)
+    ):  # in others than the first stage, the first half does all
+        return Halves(0 if apart and not first else kept, on_top, backward, backward)
     within = [each.outer.at(rows) for each in own[:-1]] + [0]  # a stage is given the gradient of what it sends
     made, less = [each.for_weights.at(rows) for each in own], own[-1].freed.at(rows)
     for place, each in enumerate(own):
