@@ -404,11 +404,10 @@ def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Gather a tensor of one shape and dtype from every rank of ``group`` on all of them, in the order of the ranks; any dtype."""
     # As bytes: gloo does not know every dtype.
     flat = value.contiguous().reshape(-1).view(torch.uint8)
-    gathered = flat.new_empty(
-        dist.get_world_size(group), len(flat)
-    )  # one tensor: of several NCCL makes another of their size
-    all_gather_flat(gathered.view(-1), flat, group).wait()
-    return [piece.view(value.dtype).view(value.shape) for piece in gathered]
+    ranks = dist.get_world_size(group)
+    gathered = flat.new_empty(ranks * len(flat))  # of a list NCCL would make another copy
+    all_gather_flat(gathered, flat, group).wait()
+    return list(gathered.view(value.dtype).view(ranks, *value.shape))
 
 
 def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

@@ -211,5 +211,8 @@ def test_frozen_blocks_have_nothing_to_run_again(kind: Recompute, tmp_path: Path
     program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
     parts = gp.partition(program, gp.plan(program, 1, recompute=kind, microbatch_size=2))
     (warning,) = parts.report["warnings"]
-    assert warning == f"recompute={kind!r} has nothing to run again: no backward runs through the blocks of {program.name}."
+    assert (
+        warning
+        == f"recompute={kind!r} has nothing to run again: no backward runs through the blocks of {program.name}."
+    )
     assert load_manifest(parts.save(tmp_path / "out")).recompute == "none"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -208,8 +209,13 @@ def emit(folder: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, microbatches: i
 def drive(program: Path, out: Path) -> None:
     """Another weight file on rank 1, two accumulated steps, clipping, saving, loading what was saved."""
     from graphpar.runtime import AgreedError, Pipeline, start
+    from graphpar.runtime.distributed import gather_tensors
 
     with start(60) as ranks:
+        own_rows = [torch.tensor([ranks.rank + 1j]), torch.empty(0, 3)]
+        gathered = [gather_tensors(each, dist.group.WORLD) for each in own_rows]
+        assert [rows.item() for rows in gathered[0]] == [rank + 1j for rank in range(dist.get_world_size())]
+        assert [rows.shape for rows in gathered[1]] == [(0, 3)] * dist.get_world_size()
         pipeline = Pipeline(program, ranks.device)
         seen: dict[str, Any] = {"reports": pipeline.reports}
         own = program / "weights" / "model.safetensors"
