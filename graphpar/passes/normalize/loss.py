@@ -49,6 +49,7 @@ from graphpar.passes.normalize.reductions import (
 from graphpar.passes.normalize.simplify import remove_dead_code
 
 _aten = torch.ops.aten
+_DIVIDES = "the loss divides by a sum that"
 
 
 def share_loss(program: Program) -> Program:
@@ -141,6 +142,8 @@ class _Shares:
             output.args = ((loss,), *output.args[1:])
         elif not isinstance(state, Additive):
             reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
+            if (divisor := next((each for each in self.analysis.couplings if _DIVIDES in each.reason), None)) is not None:
+                reason = _coupling(divisor)
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
 
     def _check_outputs(self, output: fx.Node) -> None:
@@ -327,11 +330,11 @@ class _Shares:
         ]
         if read:  # whose values a checkpoint may change
             self.analysis.couplings.append(
-                Coupled(f"the loss divides by a sum that depends on the buffer {read[0]!r}", node)
+                Coupled(f"{_DIVIDES} depends on the buffer {read[0]!r}; a plain tensor would be a constant", node)
             )
             return None
         if not isinstance(state, Additive) or not state.pure:
-            reason = "the loss divides by a sum that depends on parameters or on another such sum"
+            reason = f"{_DIVIDES} depends on parameters or on another such sum"
             self.analysis.couplings.append(Coupled(reason, node))
             return None
         if ("global", node) not in self.known:

@@ -528,7 +528,7 @@ def test_a_denominator_that_reads_a_buffer_is_not_known_before_the_step() -> Non
 
     program = gp.export(Weighted(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 1])))
 
-    assert not program.count_names and program.unsplittable is not None
+    assert not program.count_names and "divides by a sum that depends on the buffer" in str(program.unsplittable)
     assert "global_counts" not in gp.partition(program, gp.plan(program)).files["stage_0.py"]
     replicas = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))
     assert gp.verify(replicas).ok
