@@ -472,7 +472,7 @@ def _finish(
 def _copied(graph: fx.Graph, node: fx.Node, operator: Any) -> fx.Node:
     """Clone a buffer's value, since the next microbatch may write the buffer while it is being sent, or detach what has no gradient."""
     copy = graph.call_function(operator.default, (node,))
-    copy.meta = dict(node.meta)
+    copy.meta = {name: value for name, value in node.meta.items() if name != "transition"}
     return copy
 
 

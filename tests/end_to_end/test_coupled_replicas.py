@@ -53,6 +53,10 @@ def _exact(names: list[str], mesh: str) -> None:
         assert max(outcome.max_error.values()) < 1e-5, (name, outcome.max_error)
 
 
+def test_a_sum_over_ranks_that_is_detached_has_a_price() -> None:
+    assert parts("codebook", "tp2").plan.predicted is not None
+
+
 @pytest.mark.costly
 @pytest.mark.sampled(1 / 2)
 @pytest.mark.parametrize("name", MODELS)
