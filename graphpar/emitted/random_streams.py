@@ -51,7 +51,10 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, sharded:
 def _counters(
     shape: list[int], keys: Tensor, batch_dim: int | None, sharded: Sequence[ShardedDim]
 ) -> tuple[Tensor, Tensor]:
-    """Number the elements of a tensor of ``shape``: those of a row, as [..., 1], and of a column, as [..., n]."""
+    """Number the elements of a tensor of ``shape``: those of a row, as [..., 1], and of a column, as [..., n].
+
+    ``sharded``: of axes that shard one dim, each divides the shards of those before it.
+    """
     counters = []
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -59,7 +62,7 @@ def _counters(
             counter = _hash(keys.clone())
         else:
             index, size = torch.arange(shape[dim], device=keys.device), shape[dim]
-            for _, rank, ranks, *parts in (entry for entry in sharded if entry[0] == dim):
+            for _, rank, ranks, *parts in (entry for entry in reversed(sharded) if entry[0] == dim):
                 index, size = _whole_index(index, size, rank, ranks, parts[0] if parts else ()), size * ranks
             counter = index * stride * _GOLDEN
             stride *= size

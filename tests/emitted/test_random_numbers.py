@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -129,3 +130,15 @@ def test_numbers_have_the_bits_that_they_always_had() -> None:
     """A checkpoint of a run goes on with the same numbers under another release."""
     assert random_streams.random_bits([2, 2], sample_keys(7, 3, 2), 0).flatten().tolist() == BITS
     assert step_key(7, 3).tolist() == STEP
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_masks_of_shards_of_two_axes_are_those_of_the_whole(dim: int) -> None:
+    keys, shape = torch.tensor([7]), [1, 6, 12]
+    whole = random_streams.keep_mask(shape, 0.5, keys, 0)
+    shape[dim] //= 6
+    places = itertools.product(range(2), range(3))
+    found = [
+        random_streams.keep_mask(shape, 0.5, keys, 0, [(dim, outer, 2), (dim, inner, 3)]) for outer, inner in places
+    ]
+    assert torch.equal(torch.cat(found, dim), whole)

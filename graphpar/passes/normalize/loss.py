@@ -142,7 +142,9 @@ class _Shares:
             output.args = ((loss,), *output.args[1:])
         elif not isinstance(state, Additive):
             reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
-            if (divisor := next((each for each in self.analysis.couplings if _DIVIDES in each.reason), None)) is not None:
+            if (
+                divisor := next((each for each in self.analysis.couplings if _DIVIDES in each.reason), None)
+            ) is not None:
                 reason = _coupling(divisor)
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
 
