@@ -424,7 +424,7 @@ class StepPrices:
             if self.zero >= 2 and not single and sum(part.count for part in sizes[number] if not part.rest) == 1:
                 copies += -(-own // self.shards)
             share = -(-own // self.shards) if self.zero else own
-            done, flat = done + share, own - share * (self.zero == 1)
+            done, flat = done + share, own - share * (self.zero < 2)
             most = max(most, total(after, copies))
         return fixed.state + max(most, in_all(fixed.reduced, 0, 0, fixed.ending))
 
