@@ -187,7 +187,6 @@ def execution_of(row: Row) -> Execution:
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
         hold_messages=False,
-        printed=False,
         wait_for_sends=habits.wait_for_sends,
         dispatch_s=DISPATCH_S,
         communicator_bytes=row.cluster.device.communicator_bytes or 0,

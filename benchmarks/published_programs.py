@@ -140,9 +140,7 @@ def parts(shape: Shape, build: Build) -> Parts:
     """The units of :func:`lowered`: of two blocks of a kind the second, which is like all that follow."""
     count = 2 * (build.dense + build.others)
     blocks = () if build.kind == "none" else tuple((f"blocks.{number}", build.kind) for number in range(count))
-    execution = Execution(
-        fused=build.fused, gradient_bytes=build.gradient_bytes, blocks=blocks, joined=build.joined, printed=False
-    )
+    execution = Execution(fused=build.fused, gradient_bytes=build.gradient_bytes, blocks=blocks, joined=build.joined)
     program = sharded(shape, build.degrees, build.dtype, build.dense, build.others)
     first, *found, last = program.units.of(execution, device="cuda")
     assert len(found) == count

@@ -243,13 +243,6 @@ class GraphPrinter:
             self._lengths[node] = total
         return self._lengths[node]
 
-    def choose_statements(self) -> list[fx.Node]:
-        """Find what is written inside of statements, and list the nodes that get one."""
-        self.choose_inlined()
-        for node in self.statements_of():
-            self.skipped.update(self.unpacked(node) or ())
-        return self.statements_of()
-
     # ---- names ----
 
     def statements_of(self) -> list[fx.Node]:
@@ -438,7 +431,10 @@ class GraphPrinter:
 
     def print(self) -> Printed:
         """Print the graph."""
-        order = self.choose_statements()
+        self.choose_inlined()
+        for node in self.statements_of():
+            self.skipped.update(self.unpacked(node) or ())
+        order = self.statements_of()
         self.assign_names(order)
         statements = [self.statement(node) for node in order]
         returned = self.output.args[0]
@@ -581,32 +577,3 @@ def _program_text(program: Program) -> str:
         for name, block in program.blocks.items()
     ]
     return "\n".join(parts)
-
-
-def gone_after(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return the values that are no more after each node of ``graph``, as it is printed: what is written inside of a statement, and what
-    had a name that another one takes."""
-    printer = GraphPrinter(graph, str)
-    order = printer.choose_statements()
-    printer.assign_names(order)
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    found: dict[fx.Node, list[fx.Node]] = {}
-    names = {printer.names[node]: node for node in printer.nodes if node.op == "placeholder"}
-
-    def drop(value: fx.Node, after: fx.Node) -> None:
-        if all(places[user] <= places[after] for user in value.users):
-            found.setdefault(after, []).append(value)
-
-    for node in printer.inlined:
-        if node.op == "call_function":
-            drop(node, next(iter(node.users)))
-    for node in order:
-        parts = printer.unpacked(node)
-        if parts is not None:
-            drop(node, max(parts, key=places.__getitem__))
-        for target in printer._targets(node):
-            before = names.get(printer.names[target])
-            if before is not None:
-                drop(before, max(target, node, key=places.__getitem__))
-            names[printer.names[target]] = target
-    return found

@@ -15,7 +15,6 @@ normalisations, cuDNN's reserve). No GPU is needed. Memory that a kernel allocat
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError, torch_is_quiet
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.batch_sizes import concrete_shape
-from graphpar.ir.program import Block, Chunked, Gone, Program, Runner, value_of
+from graphpar.ir.program import Block, Chunked, Program, Runner, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.runtime.axes import AXES
@@ -72,7 +71,6 @@ class Activations:
         recomputed: how blocks are recomputed, by path.
         casts: the dtypes of the copies of parameters that all microbatches share, by name; by default those of
             :mod:`graphpar.runtime.stages.cast_once`.
-        gone: says which values the printed code of a graph drops when, see :func:`graphpar.codegen.printer.gone_after`.
 
     Raises:
         GraphparError: the device is of another kind.
@@ -87,7 +85,6 @@ class Activations:
         even_experts: bool = False,
         recomputed: Mapping[str, Recomputation] | None = None,
         casts: Mapping[str, torch.dtype] | None = None,
-        gone: Callable[[fx.Graph], Gone] = lambda graph: {},
     ) -> None:
         if device not in KINDS:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
@@ -96,7 +93,6 @@ class Activations:
         self.mode = CountedFakes()
         self.state: dict[str, Tensor] = {}
         self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-        self.gone = functools.cache(gone)
         once = cast_parameters(program) if program.mode == "train" else {}
         self.casts = once if casts is None else casts
 
@@ -223,9 +219,6 @@ class Forward(Runner):
 
     def tensor(self, name: str) -> Tensor:
         return self.activations.tensor(name)
-
-    def gone(self, graph: fx.Graph) -> Gone:
-        return self.activations.gone(graph)
 
     def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
         run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))

@@ -63,7 +63,6 @@ class Execution:
         communicator_bytes: of the device's memory, for each group of ranks that a rank joins.
         cast_bytes: of memory, for each element of what a product in 8 bits takes, where the program's own rows of work have no casts.
         halves: backwards in halves keep and need the memory that torch's do; else what the forward kept stays until the second half.
-        printed: values are dropped as graphpar's printed code drops them; else they live until a function ends, as its variables do.
         foreach: the optimizer has one more copy of what it updates during its step.
         one_by_one: it updates one parameter after the other, with temporary tensors of the size of each.
     """
@@ -100,7 +99,6 @@ class Execution:
     communicator_bytes: int = 0
     cast_bytes: float = 4.0
     halves: bool = False
-    printed: bool = True
     foreach: bool = False
     one_by_one: bool = False
 

@@ -425,12 +425,8 @@ Evaluate = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 """Computes the value of a node from its arguments."""
 
 
-Gone = Mapping[fx.Node, Sequence[fx.Node]]
-"""The values that are dropped after a node has run."""
-
-
-def _interpret(graph: fx.Graph, arguments: Sequence[Any], evaluate: Evaluate, gone: Gone) -> Any:
-    """Run a graph whose placeholders take ``arguments``. Values live until they are ``gone`` or it is done, as a function's locals do."""
+def _interpret(graph: fx.Graph, arguments: Sequence[Any], evaluate: Evaluate) -> Any:
+    """Run a graph whose placeholders take ``arguments``. Values live until it is done, as the locals of a function do."""
     env: dict[fx.Node, Any] = {}
     feed = iter(arguments)
     for node in graph.nodes:
@@ -441,8 +437,6 @@ def _interpret(graph: fx.Graph, arguments: Sequence[Any], evaluate: Evaluate, go
         else:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
             env[node] = evaluate(node, args, kwargs)
-            for each in gone.get(node, ()):
-                del env[each]
     return fx.map_arg(graph.output_node().args[0], env.__getitem__)
 
 
@@ -453,7 +447,7 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
     """Run a graph without parameters."""
-    return _interpret(graph, arguments, _call, {})
+    return _interpret(graph, arguments, _call)
 
 
 class Runner:
@@ -474,11 +468,7 @@ class Runner:
                 return self.block(self.program.block_of(node), f"{prefix}{target}.", args)
             return self.call(node, args, kwargs)
 
-        return _interpret(graph, arguments, value, self.gone(graph))
-
-    def gone(self, graph: fx.Graph) -> Gone:
-        """Return which values of a graph are dropped when."""
-        return {}
+        return _interpret(graph, arguments, value)
 
     def tensor(self, name: str) -> Tensor:
         """Look up the parameter, buffer or constant ``name``."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graphpar.codegen.printer import gone_after
 from graphpar.cost_models.activation_memory import Activations, attributes, widest_window
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import cached_bytes, tensor_bytes
@@ -100,7 +99,6 @@ class _How(NamedTuple):
     joined: bool
     travelling: bool
     units: tuple[str, ...] | None
-    printed: bool
 
 
 class RankUnits:
@@ -115,7 +113,7 @@ class RankUnits:
     def __init__(self, program: Program, degrees: Mapping[str, int], like: RankUnits | None = None) -> None:
         self.program, self.degrees = program, degrees
         self._split_points: dict[tuple[SplitAt, ...], _SplitPoints] = {}
-        self._memories: dict[tuple[str, bool, bool], _Memories] = (
+        self._memories: dict[tuple[str, bool], _Memories] = (
             {} if like is None else like._memories
         )  # equal units have equal ones, whatever else there is
         self._numbers: dict[tuple[Hashable, ...], int] = {} if like is None else like._numbers
@@ -144,7 +142,6 @@ class RankUnits:
             run.joined,
             run.travelling,
             run.units,
-            run.printed,
         )
         key = how, tuple(required), run.blocks, "activations" in run.offload
         if key not in self._units:
@@ -160,7 +157,7 @@ class RankUnits:
             self._split_points[required] = tuple(unit_split_points(self.program, required))
         key = how, self._split_points[required]  # pinned split points may be among those found anyway
         if key not in self._measured:
-            memories = self._memories.setdefault((how.device, how.recasts, how.printed), {})
+            memories = self._memories.setdefault((how.device, how.recasts), {})
             of_parts = how.device, how.recasts, how.units, key[1]
             if of_parts not in self._parts:
                 like = next((parts for (device, *_), parts in self._parts.items() if device == how.device), None)
@@ -249,7 +246,6 @@ class _Measured:
             even_experts=True,
             recomputed=recomputed,
             casts=parts.casts,
-            **({"gone": gone_after} if self.how.printed else {}),
         )
         kinds = {path: how.kind for path, how in recomputed.items()}
         shared: set[str] = set()

@@ -296,11 +296,6 @@ class Flat(nn.Module):
 
 
 _ARRIVALS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "what is written inside of a statement is gone after it": (
-        Flat,
-        torch.randn(4, 256, 64),
-        {"zero": 3, "global_batch": 16},
-    ),
     "ZeRO 2 keeps what is gathered until the last microbatch is done": (
         Flat,
         torch.randn(4, 8, 64),

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from graphpar.codegen.printer import gone_after
 from graphpar.cost_models import activation_memory
 from graphpar.cost_models.activation_memory import attributes
 from graphpar.cost_models.execution import Execution
@@ -90,7 +89,7 @@ class Activations(activation_memory.Activations):
     def __init__(
         self, program: Program, degrees: Mapping[str, int], *, device: str = "cpu", even_experts: bool = False
     ) -> None:
-        super().__init__(program, degrees, device=device, even_experts=even_experts, gone=gone_after)
+        super().__init__(program, degrees, device=device, even_experts=even_experts)
         self.own: set[int] = set()
         self.templates: dict[Any, Template] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
