@@ -223,12 +223,12 @@ def test_the_best_of_every_plan_of_more_cases(part: int) -> None:
 )
 @pytest.mark.sampled(1 / 4)
 def test_whole_choices_of_recomputation_are_near_the_best(case: Case) -> None:
-    """The cheapest savings first, and then other choices of a unit or two: at most 3 % above the best of all choices and stages."""
+    """The cheapest savings first, and then other choices of a unit or two: at most 4 % above the best of all choices and stages."""
     assert case.room is not None
     planner = case.planner(case.room)
     found, best = planner.search().best, case.every_plan(planner).best(case.room)
     assert found is not None and best is not None and any(best.kinds)
-    assert best.step_s * (1 - 1e-9) <= found.estimate.step_time_s <= 1.03 * best.step_s
+    assert best.step_s * (1 - 1e-9) <= found.estimate.step_time_s <= 1.04 * best.step_s
 
 
 @pytest.mark.costly
