@@ -17,6 +17,7 @@ from graphpar.codegen.printer import EVALUATED, GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Chunked, Function, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage, told_apart_by
+from graphpar.operators.naming import free_name
 from graphpar.runtime.layout import Shard
 from graphpar.text import is_at_or_below, is_below, numbered_runs, short_names
 
@@ -152,20 +153,30 @@ def helper_function(helper: Function) -> str:
 
 
 def counts_function(program: Program) -> str:
-    """Print ``global_counts``: the loss denominators from one microbatch's inputs; they add up over microbatches."""
+    """Print ``global_counts``: the loss denominators from buffers and one microbatch's inputs; they add up over microbatches."""
     assert program.counts is not None
+    names = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    buffers: dict[str, str] = {}
+    for path in program.count_buffers:
+        buffers[path] = free_name(path.replace(".", "_"), {*names, *buffers.values(), *program.count_names})
 
     def constant(name: str) -> str:
+        if name in buffers:
+            return buffers[name]
         value = program.constants[name]
         told = value.dtype in (torch.float32, torch.int64, torch.bool)  # what torch makes of Python's numbers
         dtype = "" if told else f", dtype={value.dtype}"
         return f"torch.tensor({printer.expression(value.tolist()).text}{dtype}, device={anchor}.device)"
 
-    names = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
-    printer = GraphPrinter(program.counts, constant, keywords=names)
+    printer = GraphPrinter(program.counts, constant, keywords=names, reserved=buffers.values())
     anchor = names[0]
     printed = printer.print()
-    arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, program.counts))
+    arguments = ", ".join(
+        [
+            *(f"{name}: Tensor" for name in buffers.values()),
+            *(f"{name}: {_type(node)}" for name, node in _parameters(printed, program.counts)),
+        ]
+    )
     results = ", ".join(["Tensor"] * len(program.count_names))
     lines = [
         f"def global_counts({arguments}) -> tuple[{results}]:",

@@ -179,6 +179,8 @@ def stage_contents(
     for stage in stages:
         nodes = [node for graph in graphs_of(stage) for node in graph.nodes]
         used = [str(node.target) for node in nodes if node.op == "get_attr"]
+        if any(each.counts for each in (stage, stage.evaluated) if each is not None):
+            used += program.count_buffers
         calls = {str(node.target): str(node.meta["block"]) for node in nodes if node.op == "call_module"}
         used = [name for name in used if not any(is_below(name, path) for path in calls)]
         tensors.append({name: program.tensor_info(name) for name in used})
@@ -410,7 +412,7 @@ def interface(
             )
             for entry in program.inputs
         ),
-        counts=Counts(program.count_names, tuple(counts_inputs)),
+        counts=Counts(program.count_names, tuple(counts_inputs), tuple(program.count_buffers)),
         stages=tuple(
             StageInterface(
                 class_name=f"Stage{stage.index}",

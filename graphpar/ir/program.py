@@ -273,7 +273,7 @@ class Program:
     steady: tuple[str, ...] = ()  # buffers that are written with what depends on no example: counters, power iterations
     plain: Mapping[str, Any] = field(default_factory=dict)  # what the model was given besides tensors: numbers, None
     unread: tuple[str, ...] = ()  # what the model was given and reads nothing of
-    counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
+    counts: fx.Graph | None = None  # the loss denominators as a graph of inputs, and of buffers that are not written
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     branches: Mapping[str, Branch] = field(default_factory=dict)  # on values, by the buffer that holds their flag
@@ -390,6 +390,12 @@ class Program:
         again = {name for group in self.ties for name in group[1:]}
         entries = (*self.parameters.items(), *self.buffers.items())
         return [info for name, info in entries if name not in again and info.persistent]
+
+    @property
+    def count_buffers(self) -> list[str]:
+        """The buffers that the loss denominators are computed from."""
+        read = [] if self.counts is None else [node.target for node in self.counts.nodes if node.op == "get_attr"]
+        return [name for name in dict.fromkeys(map(str, read)) if name in self.buffers]
 
     def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
         """Print the expressions of the loss denominators with ``expression``."""

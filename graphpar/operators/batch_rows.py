@@ -79,6 +79,7 @@ class Coupled:
     reason: str
     node: fx.Node | None = None
     pure: bool = False
+    divides: bool = False  # the loss divides by it
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,11 @@ class StageInterface:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the loss divides by: names of the counts, and the inputs that they are computed from."""
+    """What the loss divides by: names of the counts, and the inputs and buffers that they are computed from."""
 
     names: tuple[str, ...] = kept((), always=True)
     inputs: tuple[str, ...] = kept((), always=True)
+    buffers: tuple[str, ...] = kept(())
 
 
 @dataclass(frozen=True, kw_only=True)

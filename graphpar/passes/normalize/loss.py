@@ -7,7 +7,7 @@ global batch:
     x.mean() over the batch             ->  x.sum() / (rows * n)
     (x * mask).sum() / mask.sum()       ->  (x * mask).sum() / mask_sum
 
-The loss denominators (``valid_labels``, ``rows``, ``mask_sum``) depend on inputs and targets alone: they are computed once a step
+The loss denominators (``valid_labels``, ``rows``, ``mask_sum``) depend on inputs, targets and buffers alone: they are computed once a step
 over the whole batch, and are inputs of every microbatch.
 """
 
@@ -49,7 +49,6 @@ from graphpar.passes.normalize.reductions import (
 from graphpar.passes.normalize.simplify import remove_dead_code
 
 _aten = torch.ops.aten
-_DIVIDES = "the loss divides by a sum that"
 
 
 def share_loss(program: Program) -> Program:
@@ -143,7 +142,7 @@ class _Shares:
         elif not isinstance(state, Additive):
             reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
             if (
-                divisor := next((each for each in self.analysis.couplings if _DIVIDES in each.reason), None)
+                divisor := next((each for each in self.analysis.couplings if each.divides), None)
             ) is not None:
                 reason = _coupling(divisor)
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
@@ -171,7 +170,9 @@ class _Shares:
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
             self._divide_by_global(node)
-            if record_of(node).adds and not is_inplace(node):
+            if name == "where":
+                self._share_chosen(node)
+            elif record_of(node).adds and not is_inplace(node):
                 self._share_fixed(node, name)
         return None
 
@@ -323,21 +324,11 @@ class _Shares:
                 node.replace_input_with(argument, replacement)
 
     def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
-        """Return the value of the pure sum ``node`` over the whole batch; None where it depends on parameters or other counts."""
+        """Return the value of the pure sum ``node`` over the whole batch; None where it depends on what a step changes, or on other counts."""
         state = self.analysis.states[node]
-        read = [
-            str(each.target)
-            for each in ancestors(node)
-            if each.op == "get_attr" and each.target in self.program.buffers
-        ]
-        if read:  # whose values a checkpoint may change
-            self.analysis.couplings.append(
-                Coupled(f"{_DIVIDES} depends on the buffer {read[0]!r}; a plain tensor would be a constant", node)
-            )
-            return None
         if not isinstance(state, Additive) or not state.pure:
-            reason = f"{_DIVIDES} depends on parameters or on another such sum"
-            self.analysis.couplings.append(Coupled(reason, node))
+            reason = "the loss divides by a sum that depends on parameters, on a buffer that is written, or on another such sum"
+            self.analysis.couplings.append(Coupled(reason, node, divides=True))
             return None
         if ("global", node) not in self.known:
             counted = any(count in ancestors(node) for count, _ in self.counts)
@@ -373,6 +364,15 @@ class _Shares:
             node.target, node.args = _aten.sub.Tensor, (second, first)
             if rest and rest[0] != 1:  # other - alpha * self
                 node.kwargs = {"alpha": rest[0]}
+
+    def _share_chosen(self, node: fx.Node) -> None:
+        """In ``where(known before the step, sum over examples, constant)``, let each microbatch have its share of the constant."""
+        states = [self.analysis.states[part] if isinstance(part, fx.Node) else Fixed() for part in node.args]
+        if isinstance(states[0], Fixed) and sorted(map(type, states[1:]), key=str) == [Additive, Fixed]:
+            fixed = node.args[1 + isinstance(states[2], Fixed)]
+            share = self._new(_aten.to.dtype, (self._scaled(fixed, node), value_of(node).dtype), {}, node)
+            node.args = tuple(share if part is fixed else part for part in node.args)
+            node.target = _aten.where.self
 
     def _scaled(self, fixed: Any, like: fx.Node) -> fx.Node:
         """Return ``fixed`` times this microbatch's share of the rows."""
@@ -429,7 +429,7 @@ class _Shares:
         return count
 
     def counts_graph(self) -> fx.Graph | None:
-        """Return the denominators as a graph of inputs and constants; run a microbatch at a time, its results add up."""
+        """Return the denominators as a graph of inputs, constants and buffers; run a microbatch at a time, its results add up."""
         if not self.counts:
             return None
         graph = fx.Graph()

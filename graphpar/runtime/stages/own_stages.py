@@ -5,11 +5,11 @@ stage_0.py ──► a module without memory ──ZeRO 2, 3: its units as FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphpar.runtime.checkpoints.weights import check_local_shapes, load_constants
 from graphpar.runtime.groups import Groups
@@ -134,5 +134,13 @@ class OwnStages:
         """Return what gives them the inputs that they take of a batch."""
         names = keyword_names(self.program, [interface.index for interface in self.interfaces])
         counts = any(each.counts for stage in self.interfaces for each in (stage, stage.in_evaluation))
-        count = self._function(self.program.stages[-1], "global_counts") if counts else None
-        return Feed(self.program, self.groups, self._device, seed, names, count)
+        return Feed(self.program, self.groups, self._device, seed, names, self._count if counts else None)
+
+    def _count(self, **inputs: Tensor) -> Sequence[Tensor]:
+        """What the loss divides by, of one microbatch's inputs and the buffers as they are now."""
+        held = {
+            name: buffer for module in self.modules for name, buffer in module.named_buffers(remove_duplicate=False)
+        }
+        count = self._function(self.program.stages[-1], "global_counts")
+        found: Sequence[Tensor] = count(*(held[name] for name in self.program.counts.buffers), **inputs)
+        return found

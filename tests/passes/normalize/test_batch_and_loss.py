@@ -78,6 +78,13 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
     "masked mean": (XS, lambda o, y, m: (each(o, y) * m).sum() / m.sum(), (YS, M)),
     "masked mean, clamped": (XS, lambda o, y, m: (each(o, y) * m).sum() / m.sum().clamp(min=1), (YS, M)),
     "masked mean, plus epsilon": (XS, lambda o, y, m: (each(o, y) * m).sum() / (m.sum() + 1e-6), (YS, M)),
+    "masked mean, or nothing": (
+        XS, lambda o, y, m: (lambda n: torch.where(n > 0, (each(o, y) * m).sum() / n, 0.0))(m.sum()), (YS, M),
+    ),
+    "a constant, or masked mean": (
+        XS, lambda o, y, m: torch.where(m.sum() > 99, (each(o, y) * m).sum(), W.sum() + 0 * o.sum()), (YS, M),
+    ),
+    "another constant, or masked mean": (XS, lambda o, y, m: torch.where(m.sum() > 99, each(o, y).sum(), W.sum()) + ce(o, y), (YS, M)),
     "masked mean of each row": (XS, lambda o, y, m: ((each(o, y) * m).sum(1) / m.sum(1).clamp(min=1)).mean(), (YS, M)),
     "chosen labels only": (XS, lambda o, y: F.cross_entropy(o[y != -100], y[y != -100]), (YS,)),
     "chosen places, mean": (XS, lambda o, t, m: ((o - t) ** 2)[m > 0].mean(), (TS, M)),
@@ -514,21 +521,32 @@ def test_sums_of_terms_add_up(terms: list[tuple[int, float, str]], order: list[i
     assert_same(run(program, case, [1, 2, 3]), whole, what="in microbatches")
 
 
-def test_a_denominator_that_reads_a_buffer_is_not_known_before_the_step() -> None:
-    """A checkpoint may change the weights of classes, so that the batch runs as one."""
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+def test_a_denominator_reads_a_buffer_as_it_is_in_each_step(written: bool) -> None:
+    """A checkpoint may change the weights of classes; where the model changes them itself, the batch runs as one."""
 
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Linear(5, 3)
+            self.body = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 3)])
             self.register_buffer("weights", torch.tensor([0.5, 1.0, 2.0]))
 
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(x), labels, weight=self.weights)
+            for each in self.body:
+                x = each(x)
+            if written:
+                self.weights.mul_(1.5)
+            return F.cross_entropy(x, labels, weight=self.weights)
 
-    program = gp.export(Weighted(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 1])))
+    case = Case(Weighted(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 1])))
+    program = case.export()
+    parts = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2} if written else {"pp": 2}))
 
-    assert not program.count_names and "divides by a sum that depends on the buffer" in str(program.unsplittable)
-    assert "global_counts" not in gp.partition(program, gp.plan(program)).files["stage_0.py"]
-    replicas = gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2}))
-    assert gp.verify(replicas).ok
+    if written:
+        assert not program.count_names and "on a buffer that is written" in str(program.unsplittable)
+        assert not any("global_counts" in text for text in parts.files.values())
+    else:
+        assert parts.plan.microbatches > 1
+        case.model.weights *= torch.tensor([1.0, 3.0, 0.1])
+        assert_same(run(program, case, [1, 3]), eager(case))
+    assert gp.verify(parts).ok
