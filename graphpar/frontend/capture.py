@@ -52,6 +52,7 @@ from graphpar.frontend.trace_guards import (
     DataAsDetached,
     EqualMasks,
     OffMeta,
+    WithoutWrites,
     assignments_as_writes,
     caches_kept,
     check_averages,
@@ -304,6 +305,7 @@ class _Traced(nn.Module):
             Branches(values),
             _losses(dtype),
             sizes,
+            WithoutWrites(),
         ):
             generators = other_generators()
             output = self.model(*args, **kwargs)
@@ -338,6 +340,7 @@ class _Traced(nn.Module):
                     Branches(values),
                     _losses(dtype, parameters=True),
                     sizes,
+                    WithoutWrites(),
                 ):
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:

@@ -4,6 +4,7 @@ torch.arange(n, device="meta")   the device that the program runs on: a model on
 x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
 x.data.mul_(2), x.data = y       refused: a trace follows neither
 o[t > 0], t[t > 0]               one number of rows
+F.gaussian_nll_loss              without its write to what carries a gradient
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -486,3 +489,37 @@ def _chooses(name: str) -> bool:
 def _is_plain(name: str) -> bool:
     """Whether a function returns equal masks for equal operands."""
     return name in _CASTS or record_named(name).pure or record_named(f"__{name}__").pure
+
+
+# ---- losses that write -----------------------------------------------------------------------------------------
+
+
+class WithoutWrites(FunctionMode):
+    """Computes a loss of torch that writes, under ``no_grad``, to what carries a gradient, without that write.
+
+    It must be entered last: the other modes then see what the loss calls.
+    """
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function``, or what computes the same."""
+        return (_gaussian_nll_loss if function is F.gaussian_nll_loss else function)(*args, **options)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """``F.gaussian_nll_loss``: the variance is at least ``eps``, and its gradient passes as if it were not clamped."""
+    variance = var if isinstance(var, Tensor) else torch.full_like(input, var)
+    if torch.any(variance < 0) if isinstance(var, Tensor) else var < 0:
+        raise ValueError("var has negative entry/entries")
+    if variance.shape == input.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    odd = [own for own, other in zip(variance.shape, input.shape) if own != other]
+    if variance.ndim != input.ndim or odd not in ([], [1]):
+        raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    variance = torch.where(variance < eps, eps + (variance - variance.detach()), variance)
+    loss = 0.5 * (torch.log(variance) + (input - target) ** 2 / variance)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
