@@ -51,6 +51,8 @@ _WHOLE_NUMBERS = {
     "CleanDiv": operator.floordiv,
 }
 """torch's names in an expression of sizes."""
+_ASKED_AS: dict[Callable[..., Any], Callable[..., Any]] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
+"""What ``torch.distributions`` asks with, and operators of the same result."""
 _REGIONS = ("_enter_autocast", "_exit_autocast")
 
 
@@ -311,6 +313,7 @@ class Branches(FunctionMode):
         """Call ``function``, or decide what it asks for."""
         if self._pending and _modes() == self._outside:
             self._mark()
+        function = _ASKED_AS.get(function, function)
         name = getattr(function, "__name__", "")
         first = args[0] if args else None
         if name in ("__bool__", "is_nonzero") and isinstance(first, Tensor) and first.numel() == 1:

@@ -101,6 +101,8 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
     "gaussian, a variance a row": (X, lambda o, t: F.gaussian_nll_loss(o, t, o[:, 0].abs() + 0.1), (T,)),
     "gaussian, variances of columns": (X, lambda o, t: F.gaussian_nll_loss(o, t, o.abs()[:, :1], eps=0.2, reduction="sum"), (T,)),
     "gaussian, one variance": (X, lambda o, t: F.gaussian_nll_loss(o, t, 0.3), (T,)),
+    "entropy of a distribution": (X, lambda o: -torch.distributions.Categorical(logits=o).entropy().mean(), ()),
+    "log-probability in a distribution": (X, lambda o, t: -torch.distributions.Normal(o, 0.5).log_prob(t).mean(), (T,)),
     "triplet": (X, lambda o, t: F.triplet_margin_loss(o, t, t.roll(1, 1)), (T,)),
     "rows, then their mean": (XS, lambda o, t: ((o - t) ** 2).mean((1, 2)).mean(0), (TS,)),
     "mean over the batch, then sum": (X, lambda o, t: ((o - t) ** 2).mean(0).sum(), (T,)),
