@@ -141,9 +141,7 @@ class _Shares:
             output.args = ((loss,), *output.args[1:])
         elif not isinstance(state, Additive):
             reason = _coupling(state) if isinstance(state, Coupled) else "it is not a sum or mean over examples"
-            if (
-                divisor := next((each for each in self.analysis.couplings if each.divides), None)
-            ) is not None:
+            if (divisor := next((each for each in self.analysis.couplings if each.divides), None)) is not None:
                 reason = _coupling(divisor)
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
 
@@ -324,7 +322,7 @@ class _Shares:
                 node.replace_input_with(argument, replacement)
 
     def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
-        """Return the value of the pure sum ``node`` over the whole batch; None where it depends on what a step changes, or on other counts."""
+        """Return the pure sum ``node`` over the whole batch; None where it depends on what a step changes, or on other counts."""
         state = self.analysis.states[node]
         if not isinstance(state, Additive) or not state.pure:
             reason = "the loss divides by a sum that depends on parameters, on a buffer that is written, or on another such sum"
