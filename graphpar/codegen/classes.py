@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
 from graphpar.codegen.formatting import WIDTH, commented, describe_shape, describe_types, wrapped
 from graphpar.codegen.layers import Layers
-from graphpar.codegen.printer import EVALUATED, GraphPrinter, Printed
+from graphpar.codegen.printer import EVALUATED, GraphPrinter, Printed, identifier
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Chunked, Function, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage, told_apart_by
@@ -157,8 +157,6 @@ def counts_function(program: Program) -> str:
     assert program.counts is not None
     names = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     buffers: dict[str, str] = {}
-    for path in program.count_buffers:
-        buffers[path] = free_name(path.replace(".", "_"), {*names, *buffers.values(), *program.count_names})
 
     def constant(name: str) -> str:
         if name in buffers:
@@ -168,7 +166,10 @@ def counts_function(program: Program) -> str:
         dtype = "" if told else f", dtype={value.dtype}"
         return f"torch.tensor({printer.expression(value.tolist()).text}{dtype}, device={anchor}.device)"
 
-    printer = GraphPrinter(program.counts, constant, keywords=names, reserved=buffers.values())
+    printer = GraphPrinter(program.counts, constant, keywords=names)
+    for path in program.count_buffers:
+        buffers[path] = free_name(identifier(path), {*names, *program.count_names, *printer.reserved})
+        printer.reserved.add(buffers[path])
     anchor = names[0]
     printed = printer.print()
     arguments = ", ".join(

@@ -260,7 +260,7 @@ class GraphPrinter:
         live = {self._keyword(node): node for node in placeholders if self._given_by_name(node)}
         for node in placeholders:
             if not self._given_by_name(node):
-                live[self._fresh(_identifier(str(node.target)), live, self.reserved)] = node
+                live[self._fresh(identifier(str(node.target)), live, self.reserved)] = node
         self.names.update({node: name for name, node in live.items()})
         for position, node in enumerate(order):
             free = {name for name, holder in live.items() if last.get(holder, -1) <= position}
@@ -337,7 +337,7 @@ class GraphPrinter:
         if isinstance(value_of(node), int | torch.SymInt) and "name" not in node.meta:
             return ["batch" if operator_name(node) == "sym_size" else "rows"]
         if "name" in node.meta:
-            return [_identifier(str(node.meta["name"]))]
+            return [identifier(str(node.meta["name"]))]
         source = node.meta.get("source")
         named = user_name(node)
         candidates = [] if named is None else [named]
@@ -348,7 +348,7 @@ class GraphPrinter:
             candidates = kept + self._moved_from(node) + candidates
         made = created_by(node)
         if made is not None and not candidates:
-            return [_identifier(short_name(made))]
+            return [identifier(short_name(made))]
         stack = node.meta.get("module_stack", ())
         path = stack[-1][0] if stack else ""
         parts = [part for part in path.removeprefix(self.base).split(".") if part and not part.isdigit()]
@@ -363,7 +363,7 @@ class GraphPrinter:
         if operator_name(node) == "getitem" and not (source is not None and source.targets):
             # A part of a result that no line of the user's names: what it is to the function that takes it.
             candidates = _parameters_of(node) + candidates
-        return [_identifier(candidate) for candidate in candidates]
+        return [identifier(candidate) for candidate in candidates]
 
     def _moved_from(self, node: fx.Node) -> list[str]:
         """The variable whose elements ``node`` has, in another order or shape."""
@@ -542,7 +542,8 @@ def _leaves(tree: Any) -> list[Any]:
     return leaves
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """Return ``name``, or what a variable can be called in its place."""
     text = "".join(char if char.isalnum() or char == "_" else "_" for char in name)
     if not text or text[0].isdigit():
         text = f"_{text}"

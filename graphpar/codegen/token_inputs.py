@@ -120,11 +120,15 @@ def _counted(program: Program, labels: Input) -> tuple[int, ...] | None:
     if leaves != [labels.name]:  # or it weighs them, by classes
         return None
 
-    def count(ignored: int | None) -> int:
+    def count(ignored: int | None) -> int | None:
         values = torch.ones(labels.shape, dtype=labels.dtype)
         if ignored is not None:
             values[:, ignored] = IGNORED
-        results: list[Tensor] = run_plain(program.counts, [values])  # type: ignore[arg-type]
-        return int(results[0])
+        try:
+            results: list[Tensor] = run_plain(program.counts, [values])  # type: ignore[arg-type]
+        except (IndexError, RuntimeError):  # it takes no labels of -100
+            return None
+        return int(results[0]) if results[0].numel() == 1 else None  # or one of each class
 
-    return count(None), count(0), count(-1)
+    found = [count(each) for each in (None, 0, -1)]
+    return None if None in found else tuple(found)  # type: ignore[arg-type]

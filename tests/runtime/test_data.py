@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
 import graphpar as gp
 from graphpar.codegen.token_inputs import TokenInputs, token_inputs
@@ -155,16 +157,27 @@ def test_what_a_model_compares_with_the_next_token() -> None:
     assert _found("t5") == "it can't fill labels from a text"
 
 
-def test_a_loss_that_weighs_labels_by_classes_says_nothing_of_the_next_token() -> None:
-    weights = torch.linspace(1, 2, 11)
+def _weighted(y: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(y.flatten(0, 1), labels.flatten(), torch.linspace(1, 2, 11))
+
+
+def _of_each_half(y: Tensor, labels: Tensor) -> Tensor:
+    """The mean over small labels and that over large ones."""
+    losses = functional.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction="none")
+    halves = functional.one_hot(labels.flatten().clamp(min=0) // 6, 2).float()
+    return ((losses @ halves) / halves.sum(0).clamp(min=1)).sum()
+
+
+def _of_each_class(y: Tensor, labels: Tensor) -> Tensor:
+    """None of them is ignored: ``one_hot`` takes no -100."""
+    return functional.cross_entropy(y.flatten(0, 1), labels.flatten()) / functional.one_hot(labels, 11).sum().sqrt()
+
+
+@pytest.mark.parametrize("loss_fn", [_weighted, _of_each_half, _of_each_class])
+def test_a_loss_that_divides_by_something_else_says_nothing_of_the_next_token(loss_fn: Callable[..., Tensor]) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
     ids = torch.randint(11, (4, 5))
-    program = gp.export(
-        model,
-        (ids,),
-        loss_fn=lambda y, labels: torch.nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten(), weights),
-        targets=(ids,),
-    )
+    program = gp.export(model, (ids,), loss_fn=loss_fn, targets=(ids,))
     assert token_inputs(program) == "the loss doesn't say whether labels are the next tokens"
 
 

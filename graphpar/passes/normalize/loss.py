@@ -322,7 +322,7 @@ class _Shares:
                 node.replace_input_with(argument, replacement)
 
     def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
-        """Return the value of the pure sum ``node`` over the whole batch; None where it depends on what a step changes or other counts."""
+        """Return the pure sum ``node`` over the whole batch; None where it depends on what a step changes, or on other counts."""
         state = self.analysis.states[node]
         if not isinstance(state, Additive) or not state.pure:
             reason = "the loss divides by a sum that depends on parameters, on a buffer that is written, or on another such sum"
