@@ -249,6 +249,7 @@ def _serve(requests: TextIO) -> None:
                 sys.argv = [target, *request["arguments"]]
                 sys.path.insert(0, str(Path(target).parent))
                 (runpy.run_path if target.endswith(".py") else runpy.run_module)(target, run_name="__main__")
+        gc.collect()  # groups of processes that were let go of: each has threads that wake up a thousand times a second
         requests.write("done\n")
         requests.flush()
 
