@@ -249,9 +249,16 @@ def _serve(requests: TextIO) -> None:
                 sys.argv = [target, *request["arguments"]]
                 sys.path.insert(0, str(Path(target).parent))
                 (runpy.run_path if target.endswith(".py") else runpy.run_module)(target, run_name="__main__")
-        gc.collect()  # groups of processes that were let go of: each has threads that wake up a thousand times a second
+        _let_go_of_groups()
         requests.write("done\n")
         requests.flush()
+
+
+def _let_go_of_groups() -> None:
+    """Drop the programs, which hold their groups of processes: each group has threads that wake up a thousand times a second."""
+    for name in [name for name in sys.modules if name.startswith("graphpar_program_")]:
+        del sys.modules[name]
+    gc.collect()
 
 
 if __name__ == "__main__":
