@@ -314,7 +314,7 @@ def test_a_profile_is_a_cluster_of_as_many_devices_as_took_part(profile: Profile
 @pytest.mark.costly
 def test_a_profile_has_rows_of_every_kind_and_their_errors(profile: Profile) -> None:
     assert {kind_of(row) for row in profile.rows} == {
-        "operator", "pages", "product", "traffic", "attention", "collective", "transfer", "pipeline",
+        "operator", "pages", "product", "traffic", "attention", "collective", "transfer", "pipeline", "sharded unit",
     }  # fmt: skip
     assert all(row.seconds > 0 for row in profile.rows)
     assert set(profile.errors) == {"product", "traffic", "attention", "collective", "transfer"}
