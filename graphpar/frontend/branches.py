@@ -71,6 +71,7 @@ class Values:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        self.built = {name: each.data for name, each in self.state.items()}  # before parameters are cast for the trace
         self.conditions: list[Condition] = []  # on how many rows a mask chooses
         self._known: dict[str, Tensor] = {}
         self._tracer: Any = None
@@ -169,11 +170,11 @@ class Values:
     def _read(self, places: Sequence[str | int]) -> None:
         """Find the values of parameters and buffers."""
         names = [name for name in places if isinstance(name, str) and name not in self._known]
-        unknown = {name: self.state[name] for name in names if isinstance(self.state[name], FakeTensor)}
+        unknown = {name: self.built[name] for name in names if isinstance(self.built[name], FakeTensor)}
         if unknown and self.recorder is None:
             raise RuntimeProgramError(f"{next(iter(unknown))} has no values")
         with _for_real():
-            self._known |= {name: self.state[name].detach() for name in names if name not in unknown}
+            self._known |= {name: self.built[name] for name in names if name not in unknown}
             if unknown and self.recorder is not None:
                 self._known |= dict(self.recorder.run(unknown))
 

@@ -299,13 +299,7 @@ class _Traced(nn.Module):
             assignments_as_writes(request.model),
             noted(request.model, request.assigned, values.fixed),
             repeated(request.model, cast(Any, self.repetitions)),
-            EqualMasks(),
-            OffMeta(),
-            DataAsDetached(),
-            Branches(values),
-            _losses(dtype),
-            sizes,
-            WithoutWrites(),
+            _functions(values, _losses(dtype), sizes),
         ):
             generators = other_generators()
             output = self.model(*args, **kwargs)
@@ -333,15 +327,7 @@ class _Traced(nn.Module):
             output = returned = cast_floating(output, to)
         if request.training:
             if request.loss_fn is not None:
-                with (
-                    EqualMasks(),
-                    OffMeta(),
-                    DataAsDetached(),
-                    Branches(values),
-                    _losses(dtype, parameters=True),
-                    sizes,
-                    WithoutWrites(),
-                ):
+                with _functions(values, _losses(dtype, parameters=True), sizes):
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
@@ -367,6 +353,15 @@ class _Traced(nn.Module):
         named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)
+
+
+@contextlib.contextmanager
+def _functions(values: Values, *inner: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """Intercept functions of torch as a trace needs it: the ``inner`` modes see a call first, and the others what these call."""
+    with contextlib.ExitStack() as modes:
+        for mode in (EqualMasks(), OffMeta(), DataAsDetached(), Branches(values), WithoutWrites(), *inner):
+            modes.enter_context(mode)
+        yield
 
 
 def _losses(dtype: torch.dtype | None, parameters: bool = False) -> contextlib.AbstractContextManager[object]:

@@ -497,7 +497,7 @@ def _is_plain(name: str) -> bool:
 class WithoutWrites(FunctionMode):
     """Computes a loss of torch that writes, under ``no_grad``, to what carries a gradient, without that write.
 
-    It must be entered last: the other modes then see what the loss calls.
+    The modes that were entered before see what the loss calls, those that are entered later, as to cast what it takes, the loss.
     """
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

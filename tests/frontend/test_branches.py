@@ -30,8 +30,8 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def traced(layer: Callable[[Around, Tensor], Tensor]) -> gp.Program:
-    return gp.export(lambda: Around(layer), (X,), loss_fn=square)
+def traced(layer: Callable[[Around, Tensor], Tensor], dtype: str | None = None) -> gp.Program:
+    return gp.export(lambda: Around(layer), (X,), loss_fn=square, dtype=dtype)
 
 
 def _raising(_: Around, h: Tensor) -> Tensor:
@@ -70,7 +70,8 @@ TAKEN: dict[Callable[[Around, Tensor], Tensor], list[tuple[str, bool]]] = {
 def test_the_branch_of_the_example_is_taken(layer: Callable[[Around, Tensor], Tensor]) -> None:
     program = traced(layer)
 
-    assert [(branch.condition, branch.taken) for branch in program.branches.values()] == TAKEN[layer]
+    for each in (program, traced(layer, "bf16")):
+        assert [(branch.condition, branch.taken) for branch in each.branches.values()] == TAKEN[layer]
     assert all(branch.line.startswith("test_branches.py:") for branch in program.branches.values())
     model = Around(layer)
     state = dict(model.state_dict()) | program.constants

@@ -202,3 +202,12 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(GraphparError, match=message):
             gp.export(nn.Linear(8, 4), (X,), loss_fn=lambda o: o.mean(), **asked)
+
+
+def test_a_loss_that_is_computed_another_way_is_in_fp32() -> None:
+    program = gp.export(
+        nn.Linear(8, 4), (X,), loss_fn=lambda y: F.gaussian_nll_loss(y, y + 1, y.square()), dtype="bf16"
+    )
+
+    logarithms = [node for node in program.graph.nodes if operator_name(node) == "log"]
+    assert [value_of(node).dtype for node in logarithms] == [torch.float32]

@@ -367,10 +367,11 @@ class _Shares:
         """In ``where(known before the step, sum over examples, constant)``, let each microbatch have its share of the constant."""
         states = [self.analysis.states[part] if isinstance(part, fx.Node) else Fixed() for part in node.args]
         if isinstance(states[0], Fixed) and sorted(map(type, states[1:]), key=str) == [Additive, Fixed]:
-            fixed = node.args[1 + isinstance(states[2], Fixed)]
-            share = self._new(_aten.to.dtype, (self._scaled(fixed, node), value_of(node).dtype), {}, node)
-            node.args = tuple(share if part is fixed else part for part in node.args)
-            node.target = _aten.where.self
+            place = 1 + isinstance(states[2], Fixed)
+            share = self._scaled(node.args[place], node)
+            if value_of(share).dtype != value_of(node).dtype:
+                share = self._new(_aten.to.dtype, (share, value_of(node).dtype), {}, node)
+            node.args, node.target = (*node.args[:place], share, *node.args[place + 1 :]), _aten.where.self
 
     def _scaled(self, fixed: Any, like: fx.Node) -> fx.Node:
         """Return ``fixed`` times this microbatch's share of the rows."""
@@ -436,6 +437,8 @@ class _Shares:
         for node in self.graph.nodes:
             if node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+        for count, node in self.counts:
+            copies[node].meta["name"] = str(count.target)
         graph.output(tuple(copies[node] for _, node in self.counts))
         return graph
 
