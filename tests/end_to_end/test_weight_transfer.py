@@ -261,7 +261,7 @@ def two_launches(out: Path, jobs: list[dict[str, Any]]) -> None:
         file.write_text(json.dumps(job))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job["count"]), "--master-port",
-            str(free_port()), resharding_script.__file__, str(file),
+            str(free_port()), "--module", resharding_script.__name__, str(file),
         ]  # fmt: skip
         with (out / f"log_{job['sends']}.txt").open("w") as log:
             running.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=log, stderr=log))
