@@ -253,7 +253,7 @@ def test_logits_of_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
         pipeline.load_weights()
         for tokens, what in (
-            (ids[:3], "has 3 rows"),
+            (ids[:3], r"expects 4 \(4 sequences at a time\)"),
             (ids[:, 1:], "has shape"),
             (ids + 99, "token 99"),
             (ids / 2, "float32"),
