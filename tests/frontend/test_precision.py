@@ -182,7 +182,9 @@ def test_autocast_means_what_it_did(asked: dict[str, Any]) -> None:
 class Buffered(nn.Module):
     """A buffer in fp32 makes what ``last`` takes, which torch traces and its kernels refuse."""
 
-    def __init__(self, last: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    gain: Tensor
+
+    def __init__(self, last: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.register_buffer("gain", torch.ones(8))
         self.norm, self.linear, self.cell = nn.LayerNorm(8), nn.Linear(8, 8), nn.GRUCell(8, 8)
@@ -211,7 +213,7 @@ def test_operands_of_two_dtypes_are_refused_with_their_line(last: Any, what: str
 
 
 def test_attention_takes_a_mask_in_fp32() -> None:
-    def last(m: nn.Module, h: Tensor) -> Tensor:
+    def last(m: Any, h: Tensor) -> Tensor:
         q = m.linear(h.bfloat16()).unflatten(-1, (2, 4))
         return F.scaled_dot_product_attention(q, q, q, attn_mask=m.gain[:2].expand(2, 2))
 

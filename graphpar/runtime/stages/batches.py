@@ -471,11 +471,18 @@ class Feed:
                 parts += [
                     self._count(**microbatch(self._program, inputs, i)) for i in range(self._program.microbatches)
                 ]
-            totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
-        replicas = self._groups["batch"]
-        for total in totals if replicas is not None and not self._program.dp_mean else ():
-            dist.all_reduce(total, group=replicas)
-        return dict(zip(self._program.count_names, totals))
+        replicas = None if self._program.dp_mean else self._groups["batch"]
+        return dict(zip(self._program.count_names, (sum_of_counts(shares, replicas) for shares in zip(*parts))))
+
+
+def sum_of_counts(shares: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> Tensor:
+    """Add up what microbatches and ``replicas`` count: in 16 bits in fp32, since a sum of many would no longer change by what one adds."""
+    dtype = shares[0].dtype
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    total = torch.stack([share.float() if narrow else share for share in shares]).sum(0)
+    if replicas is not None:
+        dist.all_reduce(total, group=replicas)
+    return total.to(dtype) if narrow else total
 
 
 def _digest(value: Tensor, sampled: bool) -> str:
