@@ -577,7 +577,7 @@ def _explained(error: Exception, request: Request) -> GraphparError:
             f"torch can't trace random_ with bounds{f' ({place})' if place else ''}: call torch.randint(low, high, x.shape) instead."
         )
     mixed = ""
-    if to is not None and "dtype" in text:
+    if to is not None and "type" in text:
         name = str(to).removeprefix("torch.")
         mixed = f" (Parameters and inputs are in {name} here, but buffers are as the model has them: cast those to x.dtype in the model.)"
     return GraphparError(

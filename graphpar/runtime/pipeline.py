@@ -275,14 +275,15 @@ class Pipeline(Generates):
             the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
-            RuntimeProgramError: the batch does not fit the program, or several can't be computed one after the other, before anything
-                is sent; or a branch on values is not the program's, on all ranks, which then have no gradients; or, which is looked at
-                in steps 1, 2, 4, ... 64 and every 64th, ranks differ in the number of the step, in the batch, or in parameters that
-                all of them update.
+            RuntimeProgramError: the batch does not fit the program, or several can't be computed one after the other, or adapters are
+                merged, before anything is sent; or a branch on values is not the program's, on all ranks, which then have no gradients;
+                or, which is looked at in steps 1, 2, 4, ... 64 and every 64th, ranks differ in the number of the step, in the batch, or
+                in parameters that all of them update.
         """
         if self.program.mode != TRAIN:
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._check_weights()
+        self._check_unmerged("step")  # adapters that are zero get no gradients of their first factors
         self._places.check()
         at(step=self.steps_done if step is None else step)
         batches = together(self.program, batch, training=True)

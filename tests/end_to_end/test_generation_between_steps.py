@@ -245,6 +245,23 @@ def test_buffers_are_as_training_left_them(tmp_path: Path) -> None:
             model(ids)
 
 
+def test_logits_of_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Replicas would have gathered rows of unequal number, and waited for each other."""
+    ids = torch.zeros(4, grpo.POSITIONS, dtype=torch.long)
+    program = gp.export(grpo.GPT, (ids,), loss_fn=likelihood, targets=(ids,), mode="train,generate")
+    folder = gp.partition(program, gp.plan(program)).save(tmp_path / "out", weights=grpo.GPT().state_dict())
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        pipeline.load_weights()
+        for tokens, what in (
+            (ids[:3], r"expects 4 \(4 sequences at a time\)"),
+            (ids[:, 1:], "has shape"),
+            (ids + 99, "token 99"),
+            (ids / 2, "float32"),
+        ):
+            with pytest.raises(RuntimeProgramError, match=what):
+                pipeline.logits(tokens)
+
+
 class Scaled(grpo.GPT):
     """Its table is in no checkpoint, so both programs have a file of constants."""
 

@@ -106,11 +106,12 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
         gp.partition(program, gp.plan(program, **MESHES[mesh])).save(folder / mesh)
         nproc = math.prod(MESHES[mesh]["mesh"].values())
         pool.torchrun(Path(lora_script.__file__), [str(folder), mesh], nproc=nproc, timeout_s=300)
-        for rank in range(nproc):
-            seen = json.loads((folder / f"{mesh}-rank_{rank}.json").read_text())
+        every = [json.loads((folder / f"{mesh}-rank_{rank}.json").read_text()) for rank in range(nproc)]
+        assert any(seen["merged"] for seen in every), mesh
+        for seen in every:
             assert seen["losses"] == pytest.approx(losses, rel=ALLOWED["loss"]), mesh
             assert seen["unmerged"] == pytest.approx(last, rel=ALLOWED["loss"]), mesh
-            assert seen["merged"] == pytest.approx(last, rel=ALLOWED["loss"]), mesh
+            assert seen["merged"] in ([], [pytest.approx(last, rel=ALLOWED["loss"])]), mesh
             assert seen["restored"], mesh
             assert seen["resumed"] == [pytest.approx(last, rel=ALLOWED["loss"])] * meshes.index(mesh), mesh
             assert seen["changed"] and all(".lora" in changed for changed in seen["changed"]), mesh

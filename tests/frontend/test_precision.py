@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,21 +180,50 @@ def test_autocast_means_what_it_did(asked: dict[str, Any]) -> None:
 
 
 class Buffered(nn.Module):
-    def __init__(self) -> None:
+    """A buffer in fp32 makes what ``last`` takes, which torch traces and its kernels refuse."""
+
+    gain: Tensor
+
+    def __init__(self, last: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.register_buffer("gain", torch.ones(8))
-        self.norm = nn.LayerNorm(8)
+        self.norm, self.linear, self.cell = nn.LayerNorm(8), nn.Linear(8, 8), nn.GRUCell(8, 8)
+        self.conv, self.bag = nn.ConvTranspose1d(8, 2, 3), nn.EmbeddingBag(8, 8, mode="sum")
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x * self.gain)
+        return self.last(self, x * self.gain).float() + x.mean()
+
+
+@pytest.mark.parametrize(
+    ("last", "what"),
+    [
+        (lambda m, h: m.norm(h), "layer_norm .* takes an input in float32 and 'norm.weight' in bfloat16"),
+        (lambda m, h: h @ m.linear.weight.t(), "matmul .* in float32 and another operand in bfloat16"),
+        (lambda m, h: torch.mv(m.linear.weight, m.gain) * h, "mv .* in bfloat16 and 'gain' in float32"),
+        (lambda m, h: torch.cdist(h, m.linear.weight), "cdist .* in float32 and 'linear.weight' in bfloat16"),
+        (lambda m, h: m.conv(h.unsqueeze(-1)), "conv_transpose1d .* in float32 and 'conv.weight' in bfloat16"),
+        (lambda m, h: m.cell(h), "gru_cell .* in float32 and 'cell.weight_ih' in bfloat16"),
+        (lambda m, h: m.bag(torch.ones(6, 8).long(), per_sample_weights=h), "embedding_bag .* another operand in"),
+    ],
+)
+def test_operands_of_two_dtypes_are_refused_with_their_line(last: Any, what: str) -> None:
+    with pytest.raises(GraphparError, match=what):
+        gp.export(Buffered(last), (X,), loss_fn=lambda o: o.mean(), dtype="bf16")
+
+
+def test_attention_takes_a_mask_in_fp32() -> None:
+    def last(m: Any, h: Tensor) -> Tensor:
+        q = m.linear(h.bfloat16()).unflatten(-1, (2, 4))
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=m.gain[:2].expand(2, 2))
+
+    gp.export(Buffered(lambda m, h: last(m, h).flatten(1)), (X,), loss_fn=lambda o: o.mean(), dtype="bf16")
 
 
 def test_what_cannot_be_is_refused() -> None:
     double = nn.Linear(8, 4).double()
     with pytest.raises(GraphparError, match="'weight' is in float64"):
         gp.export(double, (X.double(),), loss_fn=lambda o: o.mean(), dtype="bf16")
-    with pytest.raises(GraphparError, match="takes an input in float32 and 'norm"):
-        gp.export(Buffered(), (X,), loss_fn=lambda o: o.mean(), dtype="bf16")
     for asked, message in (
         ({"dtype": "bf61"}, "dtype is 'bf61'; it must be one of fp32, bf16, fp16. Did you mean 'bf16'"),
         ({"dtype": "bf16", "param_dtype": "int8"}, "param_dtype is 'int8'"),

@@ -1,4 +1,4 @@
-"""A rank may be given the whole batch, or its own rows of what its stages use."""
+"""A rank may be given the whole batch, or its own rows of what its stages use; what ranks count of them is added up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphpar as gp
 from graphpar.runtime.errors import LaunchError
+from graphpar.runtime.stages.batches import sum_of_counts
 from tests.tools.programs import example, example_file
 from tests.tools.rank_pool import RankPool
 
@@ -73,3 +75,16 @@ def test_rows_of_both_kinds_are_refused(folder: Path, pool: RankPool) -> None:
     message = "the input ids has the rows of the global batch, but labels those of one of 2 replicas"
     with pytest.raises(LaunchError, match=message):
         _run(folder, "mixed", pool)
+
+
+def test_counts_in_16_bits_of_many_replicas_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_after_the_other(total: torch.Tensor, group: object) -> None:
+        own = total.clone()
+        for _ in range(999):
+            total += own
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", one_after_the_other)
+    count = torch.tensor(100.0, dtype=torch.bfloat16)
+    total = sum_of_counts([count, count], object())  # type: ignore[arg-type]
+    assert total.dtype == torch.bfloat16
+    assert total.item() == pytest.approx(200_000, rel=2**-8)

@@ -403,14 +403,17 @@ class _Log(TorchDispatchMode):
 # ---- stored dtypes ----------------------------------------------------------------------------------------------
 
 
-_OF_ONE_DTYPE = {Kind.PRODUCT, Kind.ATTENTION, Kind.NORM}
+_OF_ONE_DTYPE = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.RECURRENT, Kind.LOOKUP}
+_NAMED_OF_ONE_DTYPE = {"cdist", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+_NO_NARROWER = {Kind.ATTENTION, Kind.NORM}
+"""Whose other operands may be in more bits than the input: masks and norms in 32."""
 
 
 def cast_weights(program: Program) -> Program:
     """Declare parameters in the dtypes in which they are stored, with a cast for each module that reads one.
 
     Raises:
-        GraphparError: an operator takes a parameter in 16 bits together with a value in 32.
+        GraphparError: an operator takes operands in two dtypes that torch's kernels don't take together.
     """
     for node in program.graph.nodes:
         _check_operands(node)
@@ -426,20 +429,24 @@ def cast_weights(program: Program) -> Program:
 
 
 def _check_operands(node: fx.Node) -> None:
-    """Check that products and norms don't take a weight of 16 bits with an input of 32: a trace does, and torch's kernels don't."""
-    if node.op != "call_function" or record_of(node).kind not in _OF_ONE_DTYPE or operator_name(node) == "rms_norm":
+    """Check that an operator takes floating operands of dtypes that torch's kernels take together: a trace takes others, too."""
+    if node.op != "call_function":
+        return
+    name, kind = operator_name(node), record_of(node).kind
+    alike = kind in _OF_ONE_DTYPE or name in _NAMED_OF_ONE_DTYPE
+    if not alike and (kind not in _NO_NARROWER or name == "rms_norm"):
         return
     values = [(operand, value_of(operand)) for operand in node.all_input_nodes]
     floating = [(operand, v.dtype) for operand, v in values if isinstance(v, Tensor) and v.is_floating_point()]
-    weights = [(operand, dtype) for operand, dtype in floating if operand.op == "get_attr" and dtype.itemsize == 2]
-    if weights and floating[0][1].itemsize > 2:
-        weight = weights[0][0]
-        wide, narrow = (str(each[0][1]).removeprefix("torch.") for each in (floating, weights))
-        raise GraphparError(
-            f"{operator_name(node)}{where(node)} takes an input in {wide} and {str(weight.target)!r} in "
-            f"{narrow}: something before it is in 32 bits, such as a buffer, or is cast to 32. Cast the input in the model: "
-            "x.to(self.weight.dtype)."
-        )
+    for operand, dtype in floating[1:]:
+        first = floating[0][1]
+        if dtype.itemsize < first.itemsize or (alike and dtype != first):
+            which = repr(str(operand.target)) if operand.op == "get_attr" else "another operand"
+            one, other = (str(each).removeprefix("torch.") for each in (first, dtype))
+            raise GraphparError(
+                f"{name}{where(node)} takes an input in {one} and {which} in {other}: something before it is in more bits, such as a "
+                "buffer, or is cast to more. Cast it in the model: x.to(self.weight.dtype)."
+            )
 
 
 def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype, places: Mapping[fx.Node, int]) -> None:

@@ -14,6 +14,7 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.generation.between_steps import BetweenSteps
 from graphpar.runtime.generation.generator import Answer, Generator
 from graphpar.runtime.option_kinds import GENERATE, TRAIN, TRAIN_GENERATE
+from graphpar.runtime.stages.batches import agree_on_batches, own_rows
 from graphpar.runtime.stages.branches import Branches
 from graphpar.runtime.stages.own_stages import OwnStages
 
@@ -98,11 +99,15 @@ class Generates(Stored):
 
         Returns:
             [sequences, n, vocabulary] on the ranks of the last stage, else ``None``.
+
+        Raises:
+            RuntimeProgramError: on all ranks: the tokens do not fit the program, or ranks were given different ones.
         """
         with self._generating("logits") as generator:
-            rows = generator.rows
-            own = tokens[generator.groups.replica * rows :][:rows].to(self.device)
-            found = generator.logits({generator.tokens: own})
+            program, name, replica = generator.program, generator.tokens, generator.groups.replica
+            agree_on_batches(program, [(program, {name: tokens})], [name], replica, self.steps_done)
+            own = own_rows(program, name, tokens, replica).to(self.device)
+            found = generator.logits({name: own})
         return None if found is None else next(iter(found.values()))
 
     def _generates(self, what: str) -> Generator:

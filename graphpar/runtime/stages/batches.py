@@ -24,6 +24,7 @@ from graphpar.runtime.distributed import agree, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match, root_cause
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import InputInterface, Manifest
+from graphpar.runtime.option_kinds import GENERATE
 from graphpar.runtime.stages.dropout import KERNEL, sample_keys, step_key
 from graphpar.runtime.stages.lengths import Lengths
 from graphpar.runtime.stages.schedules import microbatch
@@ -156,9 +157,11 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
     dim = spec.batch_dim
     own = 0 if dim is None else spec.shape[dim] // program.replicas
     if dim is not None and value.dim() == len(spec.shape) and value.shape[dim] not in (spec.shape[dim], own):
+        each = f"{program.microbatches} microbatches of {own // program.microbatches}"
+        if program.mode == GENERATE:
+            each = f"{own} sequences at a time"
         raise RuntimeProgramError(
-            f"the input {spec.name} has {value.shape[dim]} rows along dim {dim}; the program expects {spec.shape[dim]} "
-            f"({program.microbatches} microbatches of {own // program.microbatches}"
+            f"the input {spec.name} has {value.shape[dim]} rows along dim {dim}; the program expects {spec.shape[dim]} ({each}"
             f"{f' on each of {program.replicas} replicas), or the {own} of one replica' if program.replicas > 1 else ')'}. "
             "Pad or drop rows, or emit the program for another batch."
         )
@@ -468,11 +471,18 @@ class Feed:
                 parts += [
                     self._count(**microbatch(self._program, inputs, i)) for i in range(self._program.microbatches)
                 ]
-            totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
-        replicas = self._groups["batch"]
-        for total in totals if replicas is not None and not self._program.dp_mean else ():
-            dist.all_reduce(total, group=replicas)
-        return dict(zip(self._program.count_names, totals))
+        replicas = None if self._program.dp_mean else self._groups["batch"]
+        return dict(zip(self._program.count_names, (sum_of_counts(shares, replicas) for shares in zip(*parts))))
+
+
+def sum_of_counts(shares: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> Tensor:
+    """Add up what microbatches and ``replicas`` count: in 16 bits in fp32, since a sum of many would no longer change by what one adds."""
+    dtype = shares[0].dtype
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    total = torch.stack([share.float() if narrow else share for share in shares]).sum(0)
+    if replicas is not None:
+        dist.all_reduce(total, group=replicas)
+    return total.to(dtype) if narrow else total
 
 
 def _digest(value: Tensor, sampled: bool) -> str:
