@@ -9,7 +9,7 @@ from graphpar.parts import Parts
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.modules import emitted_package
-from graphpar.runtime.state.optimizer_scope import NOT_IN_CHECKPOINTS, NeedsClosure, Scope, goes_on, look
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look, unsaved
 from graphpar.runtime.state.optimizers import Described, build_optimizer, factory
 from graphpar.runtime.state.whole_parameters import dividing_axes
 from graphpar.text import bytes_text
@@ -34,7 +34,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
         if make is None:
             return []
         found = look(make, model, flat=plan.zero == 1 and not manifest.owners)
-        resumes = goes_on(make, model)
+        lacking = unsaved(make, model)
     except NeedsClosure as error:
         raise GraphparError(f"{error}.") from None
     except RuntimeProgramError as error:  # it may need what only the ranks have, such as a GPU
@@ -53,7 +53,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
                 f"{error}; on several ranks it gets parameters without values, so it can't read them: group by names or "
                 "shapes, or use --mesh of dp_replicate alone."
             ) from None
-    warnings = [] if resumes else [f"Checkpoints are refused, as {NOT_IN_CHECKPOINTS.format(kind=found.kind)}."]
+    warnings = [] if lacking is None else [f"Checkpoints are refused: {lacking}."]
     if found.scope is not Scope.ALL or not dividing:
         return warnings
     needed = 2 * sum(each.shape.numel() * each.dtype.itemsize for each in model.values() if each.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, goes_on, look
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look, unsaved
 from graphpar.runtime.state.optimizers import Described
 from tests.ranks.whole_parameters_script import OPTIMIZERS, Lars, parameters
 
@@ -267,17 +268,31 @@ class Counting(Optimizer):
                 own = self.state[each]
                 own["count"] = own.get("count", 0) + 1
                 own.setdefault("noted", None)
-                counts = {"option": group, "parameter": own, "key": of_all, "attribute": vars(self)}
-                each.sub_(each.grad, alpha=group["lr"] / counts[self.where]["count"])
+                own[3] = own.get(3, 0) + 1
+                if self.where == "dict":
+                    own["nested"] = {"count": 1}
+                counts = {
+                    "option": group,
+                    "parameter": own,
+                    "key": of_all,
+                    "attribute": vars(self),
+                    "number": {"count": own[3]},
+                }
+                each.sub_(each.grad, alpha=group["lr"] / counts.get(self.where, own)["count"])
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "lacking"),
     [
-        *((lambda named, where=where: Counting(named, where), True) for where in ("option", "parameter")),
-        *((lambda named, where=where: Counting(named, where), False) for where in ("key", "attribute")),
-        *((make, True) for make in OPTIMIZERS.values()),
+        *((lambda named, where=where: Counting(named, where), None) for where in ("option", "parameter")),
+        *(
+            (lambda named, where=where: Counting(named, where), "in an attribute")
+            for where in ("key", "attribute", "number")
+        ),
+        (lambda named: Counting(named, "dict"), "nested of .*weight is a dict"),
+        *((make, None) for make in OPTIMIZERS.values()),
     ],
 )
-def test_what_no_checkpoint_has_of_an_optimizer_is_found(make: Callable[..., Any], expected: bool) -> None:
-    assert goes_on(make, MODEL) == expected
+def test_what_no_checkpoint_has_of_an_optimizer_is_found(make: Callable[..., Any], lacking: str | None) -> None:
+    found = unsaved(make, MODEL)
+    assert found == lacking or (lacking is not None and re.search(lacking, found or ""))

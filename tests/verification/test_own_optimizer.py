@@ -117,7 +117,7 @@ def test_one_owner_of_everything_is_warned_of(tmp_path: Path) -> None:
         1,
     ).replace("/ (p.grad.norm()", "/ self.count / (p.grad.norm()")
     assert any(
-        each.startswith("Checkpoints are refused, as the steps of Lars")
+        each.startswith("Checkpoints are refused: the steps of Lars")
         for each in parts(tmp_path, counting).report["warnings"]
     )
     failing = parts(

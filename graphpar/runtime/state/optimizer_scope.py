@@ -11,7 +11,6 @@ parameters, and one that draws random numbers is found however small they are.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import math
@@ -27,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of
+from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, plain
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.optimizers import Described, build_optimizer
 
@@ -70,16 +69,15 @@ ALIKE = frozenset(
 """Operators that lack torch's tag of elementwise ones, but let no element look at another one."""
 TOLERANCE = 1e-4
 """How far two runs may be apart, relative to the largest change of a parameter."""
-NOT_IN_CHECKPOINTS = (
-    "the steps of {kind} depend on something that is neither in the state of a parameter nor an option of a group, but in an attribute, or "
-    "under another key of optimizer.state: a checkpoint lacks it, so resumed training would differ; keep it in one of these"
-)
-
 Cut = Callable[[Tensor], Tensor]
 
 
 class NeedsClosure(RuntimeProgramError):
     """The step of an optimizer computes gradients itself."""
+
+
+class _NotSaved(RuntimeProgramError):
+    """An optimizer has something that no checkpoint can have."""
 
 
 class Scope(IntEnum):
@@ -147,14 +145,23 @@ def look(
         return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
 
 
-def goes_on(make: Callable[..., Any], model: Mapping[str, Described], device: torch.device | str = "cpu") -> bool:
-    """Return whether another optimizer steps on as this one would, that is given of it what a checkpoint has: the state of each parameter,
-    and the options of groups. One that can't be stepped on small tensors is taken to."""
+def unsaved(make: Callable[..., Any], model: Mapping[str, Described], device: torch.device | str = "cpu") -> str | None:
+    """Say what a checkpoint would lack of an optimizer: another one that is given the state of each parameter and the options of groups, as
+    they are saved, must step on as this one would. None where it lacks nothing, or the optimizer can't be stepped on small tensors."""
     with _alone(place := torch.device(device)):
         trial = _Trial(make, model, place)
         straight = trial.tried(trial.names)
-        resumed = trial.tried(trial.names, resumed=True)
-        return straight is None or (resumed is not None and resumed.is_part_of(straight))
+        try:
+            resumed = trial.tried(trial.names, resumed=True)
+        except _NotSaved as error:
+            return str(error)
+        if straight is None or (resumed is not None and resumed.is_part_of(straight)):
+            return None
+        return (
+            f"the steps of {trial.kind} depend on something that is neither in the state of a parameter, under a name, nor an option of a "
+            "group, but in an attribute, or under another key of optimizer.state: a checkpoint lacks it, so resumed training would differ; "
+            "keep it in one of these"
+        )
 
 
 @contextlib.contextmanager
@@ -325,7 +332,7 @@ class _Trial:
             self.dtype = dtype
             try:
                 return self._stepped(names, cut, seed, broken, called, resumed)
-            except NeedsClosure:
+            except (NeedsClosure, _NotSaved):
                 raise
             except Exception:  # kernels that know no float64, or no such shape
                 continue
@@ -347,7 +354,7 @@ class _Trial:
         made = self._made(own)
         for step in range(1, STEPS + 1):
             if resumed and step == STEPS // 2:
-                made = _handed_over(made, self._made(own))
+                made = _handed_over(made, self._made(own), {parameter: name for name, parameter in own.items()})
             for name, parameter in own.items():
                 parameter.grad = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
                 if name == broken and step == STEPS:
@@ -368,18 +375,24 @@ class _Trial:
         return made
 
 
-def _handed_over(made: Optimizer, other: Optimizer) -> Optimizer:
-    """Give another optimizer of the same parameters what a checkpoint has of this one; where it has something that none can have, which is
-    said where it is saved, go on with this one."""
+def _handed_over(made: Optimizer, other: Optimizer, names: Mapping[Tensor, str]) -> Optimizer:
+    """Give another optimizer of the same parameters what a checkpoint has of this one.
+
+    Raises:
+        _NotSaved: this one has something that none can have.
+    """
     try:
         groups = hyperparameters_of(made)
         states = {
-            parameter: {str(key): copy.deepcopy(value) for key, value in state.items()}
+            parameter: {
+                str(key): value.clone() if isinstance(value, Tensor) else plain(value, f"{key} of {names[parameter]}")
+                for key, value in state.items()
+            }
             for parameter, state in made.state.items()
-            if isinstance(parameter, Tensor)
+            if parameter in names
         }
-    except RuntimeProgramError:
-        return made
+    except RuntimeProgramError as error:
+        raise _NotSaved(str(error)) from None
     other.state.clear()
     other.state.update(states)
     for group, values in zip(other.param_groups, groups):

@@ -25,12 +25,11 @@ from graphpar.runtime.state.host import Host
 from graphpar.runtime.state.offloaded_state import OffloadedState
 from graphpar.runtime.state.optimizer_scope import (
     ELEMENTWISE,
-    NOT_IN_CHECKPOINTS,
     Found,
     Scope,
-    goes_on,
     look,
     made_again,
+    unsaved,
 )
 from graphpar.runtime.state.optimizers import Described, OtherOptimizers, build_optimizer, describe_model, factory
 from graphpar.runtime.state.parameters import Replicated
@@ -120,14 +119,15 @@ class Optimizers:
         """
         if optimizer is None or (beside := self._of(optimizer)).goes_on:
             return
-        kind = type(optimizer)
         with agreed():
-            beside.goes_on = True
+            beside.goes_on, why = True, None
             with suppress(RuntimeProgramError):  # it is made of something else, or needs a closure, which is the loop's
-                make, model = beside.made_by or self._by_hand(optimizer)
-                beside.goes_on = kind.__module__.startswith("torch.optim.") or goes_on(make, model, self._device)
-            if not beside.goes_on:
-                raise RuntimeProgramError(NOT_IN_CHECKPOINTS.format(kind=kind.__name__))
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    make, model = beside.made_by or self._by_hand(optimizer)
+                    why = unsaved(make, model, self._device)
+            if why is not None:
+                beside.goes_on = False
+                raise RuntimeProgramError(why)
 
     def offload(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer in the host's memory, where the plan has it there.
