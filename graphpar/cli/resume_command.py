@@ -92,9 +92,10 @@ def run(options: argparse.Namespace) -> Result:
     if new.resolve() == before.folder.resolve():
         raise GraphparError(f"{new} is the program itself; name another folder with -o.")
     origin, carried = origin_of(before.folder), _carried(before, options.force)
+    now = sources(before.model)
     reused = (
         options.cluster is None
-        and _request(new).get("sources") == sources(before.model)
+        and _request(new).get("sources", now) == now
         and (is_resumed(new, before.folder, devices) or _is_before(new, before, devices, carried))
     )
     if not reused:
