@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.capture_cache import CaptureCache, captures_folder
+from graphpar.frontend.file_dependencies import sources
 from graphpar.frontend.modelfile import ModelFile, initial_weights
 from graphpar.frontend.signature import batch_size
 from graphpar.hardware import this_machine
@@ -275,10 +275,10 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _request_text(options: argparse.Namespace, file: ModelFile, folder: Path) -> str:
-    """What was requested, as ``graphpar resume`` requests it again, with the hash of the model file; paths are relative to ``folder``."""
+    """What was requested, as ``graphpar resume`` requests it again, with hashes of the model's sources; paths are as from ``folder``."""
     given = _asked(options) if options.again is None else options.again.asked
     paths = {name: os.path.relpath(Path(given[name]).resolve(), folder.resolve()) for name in _FILES if name in given}
-    data = {"options": given | paths, "model": hashlib.sha256(file.path.read_bytes()).hexdigest()}
+    data = {"options": given | paths, "sources": sources(file.reference or file.path)}
     return json.dumps(data, indent=1) + "\n"
 
 

@@ -9,7 +9,6 @@ in the checkpoint. Edits of ``train.py`` are taken along.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -28,12 +27,14 @@ from graphpar.codegen.package import import_stage
 from graphpar.codegen.saving import edited_files
 from graphpar.cost_models.kept_plans import KEPT_PLANS, Change, KeptPlans, what_if
 from graphpar.errors import GraphparError, NothingFits
+from graphpar.frontend.file_dependencies import sources
 from graphpar.frontend.modelfile import find_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
 from graphpar.runtime.checkpoints.checkpoint import check_fits
-from graphpar.runtime.checkpoints.folders import read_record
+from graphpar.runtime.checkpoints.folders import is_in, read_record
+from graphpar.runtime.checkpoints.snapshots import RUN
 from graphpar.runtime.launching.elastic import ORIGIN, is_resumed, origin_of, ranks_of, resumed_folder
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.mesh import Mesh
@@ -77,6 +78,11 @@ def run(options: argparse.Namespace) -> Result:
     weights = before.folder / "weights"
     given = ["--weights", os.path.relpath(weights)] if weights.is_dir() else []  # for a training that is yet to begin
     if options.checkpoint is not None:  # without one it would begin anew
+        if (options.checkpoint / RUN).is_file() and not is_in(options.checkpoint):
+            raise GraphparError(
+                f"{options.checkpoint} has no checkpoint yet, only snapshots in the memory of nodes: leave --checkpoint out, and start the "
+                "new program as the one before, with --snapshot-every, which takes up the newest."
+            )
         stages = [import_stage(before.folder, stage.index) for stage in before.program.stages]
         given, steps = _begun_with(check_fits(options.checkpoint, stages, before.program))
         options.steps = options.steps or steps
@@ -86,8 +92,11 @@ def run(options: argparse.Namespace) -> Result:
     if new.resolve() == before.folder.resolve():
         raise GraphparError(f"{new} is the program itself; name another folder with -o.")
     origin, carried = origin_of(before.folder), _carried(before, options.force)
-    reused = options.cluster is None and (
-        is_resumed(new, before.folder, devices) or _is_before(new, before, devices, carried)
+    now = sources(before.model)
+    reused = (
+        options.cluster is None
+        and _request(new).get("sources", now) == now
+        and (is_resumed(new, before.folder, devices) or _is_before(new, before, devices, carried))
     )
     if not reused:
         if (new / "plan.json").is_file() and not (new / ORIGIN).is_file():
@@ -140,9 +149,13 @@ def _before(out: str) -> _Before:
             f"{folder} names no model file, so it can't be planned again: write it with graphpar compile, or give "
             "graphpar.partition(..., model_file=...)."
         )
+    return _Before(folder, program, plan, report, _request(folder), str(find_model_file(folder, program.model_file)))
+
+
+def _request(folder: Path) -> dict[str, Any]:
+    """Return what was requested of ``compile``; nothing where the folder has no program of it."""
     file = folder / compile_command.REQUEST
-    request = read_object(file) if file.is_file() else {}
-    return _Before(folder, program, plan, report, request, str(find_model_file(folder, program.model_file)))
+    return read_object(file) if file.is_file() else {}
 
 
 def _cluster(plan: Plan, options: argparse.Namespace) -> Cluster | None:
@@ -169,7 +182,7 @@ def _carried(before: _Before, force: bool) -> list[str]:
     """Return the files that the new program takes along.
 
     Raises:
-        GraphparError: others that depend on the plan were edited, or the model file was, and ``force`` is not set.
+        GraphparError: others that depend on the plan were edited, or the model, and ``force`` is not set.
     """
     edited = edited_files(before.folder)
     lost = [
@@ -177,14 +190,13 @@ def _carried(before: _Before, force: bool) -> list[str]:
         for name in edited.changed
         if name not in CARRIED and name not in LAUNCHERS and not name.startswith("weights/")
     ]
-    known = before.request.get("model")
-    model = Path(before.model)
-    if known is not None and model.is_file() and hashlib.sha256(model.read_bytes()).hexdigest() != known:
-        lost.append(str(model))
+    now = sources(before.model)
+    known: Mapping[str, str] = before.request.get("sources", {})
+    lost += [str(Path(before.model).parent / name) for name, digest in known.items() if now.get(name) != digest]
     if lost and not force:
         raise GraphparError(
             f"{listed(lost, 8)} {'was' if len(lost) == 1 else 'were'} edited since {before.folder} was compiled, so the new program "
-            "would be another one. Undo that; or with --force leave edits of emitted files out, and take the model file with its changes."
+            "would be another one. Undo that; or with --force leave edits of emitted files out, and take the model with its changes."
         )
     own = {name for name in edited.changed if name in CARRIED}
     own |= {name for name in edited.added if name.endswith(".py") and "/" not in name}

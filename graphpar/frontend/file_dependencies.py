@@ -10,6 +10,7 @@ file replaces are not seen.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -18,7 +19,7 @@ import site
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,62 @@ def surroundings() -> tuple[Any, ...]:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OF_KERNELS}
+
+
+# ---- the sources of a model ------------------------------------------------------------------------------------------
+
+
+def sources(model: str | Path) -> dict[str, str]:
+    """Return hashes of a model file, a path or a dotted name, and of the user's modules that it imports: by path, relative to the folder
+    that it is imported from. They are found in the text, so nothing is imported."""
+    as_file = Path(model).is_file()
+    root = Path(model).resolve().parent if as_file else Path.cwd()
+    places = [root, *(Path(entry) for entry in sys.path if not _of_library(os.path.abspath(entry)))]
+    first = [(Path(model).resolve(), "")] if as_file else list(_modules(str(model), places))
+    found: dict[Path, str] = {}
+    while first:
+        file, package = first.pop()
+        if file in found:
+            continue
+        content = file.read_bytes()
+        found[file] = hashlib.sha256(content).hexdigest()
+        names = _imports(content, package)
+        first += [each for name in names if name.partition(".")[0] != "graphpar" for each in _modules(name, places)]
+    return {os.path.relpath(file, root): digest for file, digest in sorted(found.items())}
+
+
+def _modules(name: str, places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a module and of the packages that it is in, each with the package that relative imports in it begin from."""
+    parts = name.split(".")
+    for place in places:
+        if not any((place / f"{parts[0]}{end}").exists() for end in ("", ".py")):
+            continue
+        for at in range(1, len(parts) + 1):
+            within, folder = ".".join(parts[:at]), place.joinpath(*parts[:at])
+            for file, package in (
+                (folder / "__init__.py", within),
+                (folder.with_suffix(".py"), within.rpartition(".")[0]),
+            ):
+                if file.is_file():
+                    yield file.resolve(), package
+        return
+
+
+def _imports(content: bytes, package: str) -> set[str]:
+    """Return what a file's text imports: names of modules, and those of modules or of something in them."""
+    found = set[str]()
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join(filter(None, [*above, node.module]))
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)} - {""}
+    return found
 
 
 # ---- what is compared ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from graphpar.parts import Parts
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages.modules import emitted_package
-from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look, unsaved
 from graphpar.runtime.state.optimizers import Described, build_optimizer, factory
 from graphpar.runtime.state.whole_parameters import dividing_axes
 from graphpar.text import bytes_text
@@ -34,6 +34,7 @@ def tried_optimizer(parts: Parts) -> list[str]:
         if make is None:
             return []
         found = look(make, model, flat=plan.zero == 1 and not manifest.owners)
+        lacking = unsaved(make, model)
     except NeedsClosure as error:
         raise GraphparError(f"{error}.") from None
     except RuntimeProgramError as error:  # it may need what only the ranks have, such as a GPU
@@ -52,8 +53,9 @@ def tried_optimizer(parts: Parts) -> list[str]:
                 f"{error}; on several ranks it gets parameters without values, so it can't read them: group by names or "
                 "shapes, or use --mesh of dp_replicate alone."
             ) from None
+    warnings = [] if lacking is None else [f"Checkpoints are refused: {lacking}."]
     if found.scope is not Scope.ALL or not dividing:
-        return []
+        return warnings
     needed = 2 * sum(each.shape.numel() * each.dtype.itemsize for each in model.values() if each.requires_grad)
     what = (
         f"the step of the model file's optimizer, {found.kind}, depends on all parameters together, so one rank holds all of them, their "
@@ -66,5 +68,6 @@ def tried_optimizer(parts: Parts) -> list[str]:
             "parameter at a time, such as AdamW, LARS or Muon."
         )
     return [
-        f"{what[0].upper()}{what[1:]}, which the price leaves out. With --mesh of dp_replicate alone every rank has them anyway."
+        *warnings,
+        f"{what[0].upper()}{what[1:]}, which the price leaves out. With --mesh of dp_replicate alone every rank has them anyway.",
     ]

@@ -140,6 +140,26 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.parametrize("named", ["own_file.py", "own_package.own_file"])
+def test_a_model_that_was_edited_in_what_it_imports_is_another_one(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "own_package" if named.startswith("own_package") else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "own_layers.py").write_text(_SMALL)
+    (folder / "own_file.py").write_text(
+        "from own_layers import *\n" if folder == tmp_path else "from .own_layers import *\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["compile", named, "--mesh", "dp_replicate=2", "--no-weights", "-o", "out"]) == 0
+    assert not _resume(capsys, "out", "--devices", 1)["reused"]
+    assert _resume(capsys, "out", "--devices", 1)["reused"]
+    (folder / "own_layers.py").write_text(_SMALL + "# other\n")
+    assert main(["resume", "out", "--devices", "1"]) == 2
+    assert "own_layers.py was edited since out was compiled" in capsys.readouterr().err
+    assert not _resume(capsys, "out", "--devices", 1, "--force")["reused"]
+
+
 def test_fewer_devices_are_used_where_no_plan_has_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was pinned is pinned again where it can be."""
     found = _resume(capsys, small, "--devices", 3)
@@ -252,6 +272,10 @@ def test_a_second_change_has_all_that_the_first_one_has(
     assert main(["resume", str(out), "--devices", "3"]) == 2
     assert f"{other} holds a program that resume did not write" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "snapshots").write_text("0123456789abcdef\n")
+    assert main(["resume", str(out), "--devices", "2", "--checkpoint", str(tmp_path / "memory")]) == 2
+    assert "has no checkpoint yet, only snapshots in the memory of nodes" in capsys.readouterr().err
     assert main(["resume", str(out), "--devices", "2", "--checkpoint", str(tmp_path / "empty")]) == 2
     assert "neither a checkpoint nor" in capsys.readouterr().err
 

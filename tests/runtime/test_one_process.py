@@ -140,6 +140,35 @@ def test_a_save_that_is_not_waited_for_holds_the_values_of_its_call(
         assert all(map(torch.equal, (state["momentum_buffer"] for state in optimizer.state.values()), moments))
 
 
+def test_an_optimizer_of_which_a_checkpoint_would_lack_something_is_refused_at_once(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Made by the pipeline, or by hand: when training would resume, and not first when it is saved."""
+
+    class Counting(torch.optim.SGD):
+        count = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.count += 1
+            for parameter in (each for group in self.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1 / self.count)
+
+    with start() as ranks, Pipeline(folder, ranks.device) as pipeline:
+        made = pipeline.optimizer(make=lambda named: Counting([parameter for _, parameter in named], lr=0.1))
+        for each in (made, Counting(pipeline.parameters(), lr=0.1)):
+            for call in (
+                lambda each=each: pipeline.resume(tmp_path, each),
+                lambda each=each: pipeline.save_checkpoint(tmp_path / "1", each, step=1),
+            ):
+                with pytest.raises(
+                    RuntimeProgramError, match="the steps of Counting depend on something that is neither"
+                ):
+                    call()
+        pipeline.save_checkpoint(tmp_path / "1", step=1)  # the weights alone
+
+
 class Decaying(nn.Module):
     """A loss whose weight falls with each step."""
 

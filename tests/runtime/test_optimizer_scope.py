@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look
+from graphpar.runtime.state.optimizer_scope import NeedsClosure, Scope, look, unsaved
 from graphpar.runtime.state.optimizers import Described
 from tests.ranks.whole_parameters_script import OPTIMIZERS, Lars, parameters
 
@@ -246,3 +247,52 @@ def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_th
     assert torch.rand(2).equal(expected) and capfd.readouterr().out == ""
     with pytest.raises(RuntimeProgramError, match="Simple draws random numbers"):
         found.check_ranks(0)
+
+
+class Counting(Optimizer):
+    """Its steps become smaller; it counts them in an option, in the state of each parameter, or where no checkpoint has them."""
+
+    def __init__(self, named: Named, where: str) -> None:
+        super().__init__(parameters(named), {"lr": 0.1, "count": 0})
+        self.where, self.count = where, 0
+        self.everything: Any = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        of_all = self.everything["all"]
+        of_all["count"] = of_all.get("count", 0) + 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for each in (each for each in group["params"] if each.grad is not None):
+                own = self.state[each]
+                own["count"] = own.get("count", 0) + 1
+                own.setdefault("noted", None)
+                own[3] = own.get(3, 0) + 1
+                if self.where == "dict":
+                    own["nested"] = {"count": 1}
+                counts = {
+                    "option": group,
+                    "parameter": own,
+                    "key": of_all,
+                    "attribute": vars(self),
+                    "number": {"count": own[3]},
+                }
+                each.sub_(each.grad, alpha=group["lr"] / counts.get(self.where, own)["count"])
+
+
+@pytest.mark.parametrize(
+    ("make", "lacking"),
+    [
+        *((lambda named, where=where: Counting(named, where), None) for where in ("option", "parameter")),
+        *(
+            (lambda named, where=where: Counting(named, where), "in an attribute")
+            for where in ("key", "attribute", "number")
+        ),
+        (lambda named: Counting(named, "dict"), "nested of .*weight is a dict"),
+        *((make, None) for make in OPTIMIZERS.values()),
+    ],
+)
+def test_what_no_checkpoint_has_of_an_optimizer_is_found(make: Callable[..., Any], lacking: str | None) -> None:
+    found = unsaved(make, MODEL)
+    assert found == lacking or (lacking is not None and re.search(lacking, found or ""))

@@ -111,6 +111,15 @@ def test_one_owner_of_everything_is_warned_of(tmp_path: Path) -> None:
         for some in warnings
     ]
     assert said == [True, False]
+    counting = TEXT.replace(
+        "        for group in self.param_groups:\n",
+        "        self.count = getattr(self, 'count', 0) + 1\n        for group in self.param_groups:\n",
+        1,
+    ).replace("/ (p.grad.norm()", "/ self.count / (p.grad.norm()")
+    assert any(
+        each.startswith("Checkpoints are refused: the steps of Lars")
+        for each in parts(tmp_path, counting).report["warnings"]
+    )
     failing = parts(
         tmp_path, TEXT.replace("def optimizer(named):", "def optimizer(named):\n    raise RuntimeError('no GPU')")
     )

@@ -184,7 +184,7 @@ class State:
         state = {} if self.optimizer is None else self.optimizer.state
         for parameter, values in state.items():
             if parameter in self.names:
-                yield from ((parameter, str(key), value) for key, value in values.items() if value is not None)
+                yield from ((parameter, str(key), value) for key, value in values.items())
 
     def described(self) -> dict[str, Any] | None:
         """Describe the optimizer on this rank, as plain values: its kind, its groups, and state that is no tensor.

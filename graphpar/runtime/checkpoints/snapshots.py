@@ -165,8 +165,10 @@ class Snapshots:
         self._threads, errors, self._errors = [], self._errors, []
         with agreed():
             if errors:
+                gone = isinstance(errors[0], FileNotFoundError)
                 raise RuntimeProgramError(
                     f"a snapshot can't be kept in {self.memory}: {type(errors[0]).__name__}: {errors[0]}"
+                    + (f"; has another start that saves into {self.checkpoints} removed it?" if gone else "")
                 )
 
     def saved(self, time: float) -> None:

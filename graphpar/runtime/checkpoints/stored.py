@@ -345,6 +345,7 @@ class Stored:
     def _to_save(self, what: str, optimizer: Optimizer | None) -> tuple[State, checkpoint.Progress]:
         """Return what a checkpoint has, between two steps."""
         self._check_unmerged(what)
+        self._optimizers.check_goes_on(optimizer)
         with agreed():
             self._gradients.check_reduced(what)
         self._gradients.check_copies()
@@ -374,6 +375,7 @@ class Stored:
     ) -> checkpoint.Checkpoint | None:
         self._check_unmerged("load_checkpoint")
         self._saver.wait()
+        self._optimizers.check_goes_on(optimizer)
         found = checkpoint.load(self._state(optimizer), find)
         if found is None:
             return None
@@ -397,6 +399,7 @@ class Stored:
                 checkpoint.
         """
         requested, loaded = self._settings(optimizer), None
+        self._optimizers.check_goes_on(optimizer)  # rather than at the first save
         if memory is not None:
             snapshots = self._in_memory(path, memory)
             loaded = self._load(snapshots.newest, optimizer)

@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, plain
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.optimizers import Described, build_optimizer
 
@@ -68,12 +69,15 @@ ALIKE = frozenset(
 """Operators that lack torch's tag of elementwise ones, but let no element look at another one."""
 TOLERANCE = 1e-4
 """How far two runs may be apart, relative to the largest change of a parameter."""
-
 Cut = Callable[[Tensor], Tensor]
 
 
 class NeedsClosure(RuntimeProgramError):
     """The step of an optimizer computes gradients itself."""
+
+
+class _NotSaved(RuntimeProgramError):
+    """An optimizer has something that no checkpoint can have."""
 
 
 class Scope(IntEnum):
@@ -130,11 +134,7 @@ def look(
         NeedsClosure: the step needs a closure.
         RuntimeProgramError: ``make`` fails, or returns no optimizer.
     """
-    place = torch.device(device)
-    with (
-        contextlib.redirect_stdout(io.StringIO()),  # what the user's function says is said where the optimizer is made
-        torch.random.fork_rng([place] if place.type == "cuda" else []),
-    ):
+    with _alone(place := torch.device(device)):
         trial = _Trial(make, model, place)
         whole = trial.tried(trial.names)
         if whole is None or not all(change.any() for change in whole.changes.values() if change.numel()):
@@ -143,6 +143,33 @@ def look(
         trial.tried(trial.names, called=called)
         scope = max(trial.scope(whole, flat), Scope.PARAMETER if called.reduces else Scope.ELEMENT)
         return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
+
+
+def unsaved(make: Callable[..., Any], model: Mapping[str, Described], device: torch.device | str = "cpu") -> str | None:
+    """Say what a checkpoint would lack of an optimizer: another one that is given the state of each parameter and the options of groups, as
+    they are saved, must step on as this one would. None where it lacks nothing, or the optimizer can't be stepped on small tensors."""
+    with _alone(place := torch.device(device)):
+        trial = _Trial(make, model, place)
+        straight = trial.tried(trial.names)
+        try:
+            resumed = trial.tried(trial.names, resumed=True)
+        except _NotSaved as error:
+            return str(error)
+        if straight is None or (resumed is not None and resumed.is_part_of(straight)):
+            return None
+        return (
+            f"the steps of {trial.kind} depend on something that is neither in the state of a parameter, under a name, nor an option of a "
+            "group, but in an attribute, or under another key of optimizer.state: a checkpoint lacks it, so resumed training would differ; "
+            "keep it in one of these"
+        )
+
+
+@contextlib.contextmanager
+def _alone(place: torch.device) -> Iterator[None]:
+    """Try something that neither prints, as what the user's function says is said where the optimizer is made, nor moves random streams."""
+    devices = [place] if place.type == "cuda" else []
+    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices):
+        yield
 
 
 def made_again(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Callable[[Any], Optimizer]:
@@ -289,12 +316,14 @@ class _Trial:
         seed: int = 0,
         broken: str | None = None,
         called: _Called | None = None,
+        resumed: bool = False,
     ) -> _Run | None:
         """Step the parameters of ``names`` alone, what ``cut`` leaves of each; None where that fails.
 
         Args:
             broken: the parameter whose gradient is infinite at the last step.
             called: notes what operators steps call.
+            resumed: whether another optimizer makes the second half of the steps.
 
         Raises:
             NeedsClosure: the step needs a closure.
@@ -302,25 +331,30 @@ class _Trial:
         for dtype in dict.fromkeys((self.dtype, torch.float32)):
             self.dtype = dtype
             try:
-                return self._stepped(names, cut, seed, broken, called)
-            except NeedsClosure:
+                return self._stepped(names, cut, seed, broken, called, resumed)
+            except (NeedsClosure, _NotSaved):
                 raise
             except Exception:  # kernels that know no float64, or no such shape
                 continue
         return None
 
-    def _stepped(self, names: Sequence[str], cut: Cut, seed: int, broken: str | None, called: _Called | None) -> _Run:
+    def _stepped(
+        self,
+        names: Sequence[str],
+        cut: Cut,
+        seed: int,
+        broken: str | None,
+        called: _Called | None,
+        resumed: bool,
+    ) -> _Run:
         torch.manual_seed(seed)
         before = {name: cut(self.drawn[name][0]).to(self.dtype) for name in names}
         own = {name: nn.Parameter(value.clone()) for name, value in before.items()}
         memory = {name: parameter.detach() for name, parameter in own.items()}
-        made = build_optimizer(self.make, {name: [parameter] for name, parameter in own.items()}, self.model)
-        for group in made.param_groups:
-            if "lr" in group and not float(group["lr"]):
-                group["lr"] = 0.01  # where a schedule begins at 0
-        if callable(train := getattr(made, "train", None)):
-            train()
+        made = self._made(own)
         for step in range(1, STEPS + 1):
+            if resumed and step == STEPS // 2:
+                made = _handed_over(made, self._made(own), {parameter: name for name, parameter in own.items()})
             for name, parameter in own.items():
                 parameter.grad = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
                 if name == broken and step == STEPS:
@@ -330,6 +364,40 @@ class _Trial:
         self.moves |= any(own[name].data_ptr() != value.data_ptr() for name, value in memory.items())
         changes = {name: own[name].detach() - before[name] for name in names}
         return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
+
+    def _made(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
+        made = build_optimizer(self.make, {name: [parameter] for name, parameter in own.items()}, self.model)
+        for group in made.param_groups:
+            if "lr" in group and not float(group["lr"]):
+                group["lr"] = 0.01  # where a schedule begins at 0
+        if callable(train := getattr(made, "train", None)):
+            train()
+        return made
+
+
+def _handed_over(made: Optimizer, other: Optimizer, names: Mapping[Tensor, str]) -> Optimizer:
+    """Give another optimizer of the same parameters what a checkpoint has of this one.
+
+    Raises:
+        _NotSaved: this one has something that none can have.
+    """
+    try:
+        groups = hyperparameters_of(made)
+        states = {
+            parameter: {
+                str(key): value.clone() if isinstance(value, Tensor) else plain(value, f"{key} of {names[parameter]}")
+                for key, value in state.items()
+            }
+            for parameter, state in made.state.items()
+            if parameter in names
+        }
+    except RuntimeProgramError as error:
+        raise _NotSaved(str(error)) from None
+    other.state.clear()
+    other.state.update(states)
+    for group, values in zip(other.param_groups, groups):
+        give_group(group, values)
+    return other
 
 
 def _small(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,14 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.gradients import Gradients
 from graphpar.runtime.state.host import Host
 from graphpar.runtime.state.offloaded_state import OffloadedState
-from graphpar.runtime.state.optimizer_scope import ELEMENTWISE, Found, Scope, look, made_again
+from graphpar.runtime.state.optimizer_scope import (
+    ELEMENTWISE,
+    Found,
+    Scope,
+    look,
+    made_again,
+    unsaved,
+)
 from graphpar.runtime.state.optimizers import Described, OtherOptimizers, build_optimizer, describe_model, factory
 from graphpar.runtime.state.parameters import Replicated
 from graphpar.runtime.state.whole_parameters import WholeParameters, dividing_axes
@@ -37,6 +45,8 @@ class _Beside:
     whole: WholeParameters | None = None
     schedule: Schedule | Mapping[str, Any] | None = None  # as a checkpoint has it until it is made
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None  # in place of one of the model file, which has none
+    made_by: tuple[Callable[..., Any], Mapping[str, Described]] | None = None  # with what it was given
+    goes_on: bool = False  # whether it was found to go on from a checkpoint
 
 
 class Optimizers:
@@ -98,7 +108,26 @@ class Optimizers:
                 whole.wrap(made, self._gradients.check_reduced)
                 self._of(made).whole = whole
             self._others.know(made)
+            self._of(made).made_by = None if make is None else (make, model)
             return made
+
+    def check_goes_on(self, optimizer: Optimizer | None) -> None:
+        """Check that a checkpoint has all that later steps of an optimizer depend on; a collective call.
+
+        Raises:
+            AgreedError: the optimizer keeps more than that.
+        """
+        if optimizer is None or (beside := self._of(optimizer)).goes_on:
+            return
+        with agreed():
+            beside.goes_on, why = True, None
+            with suppress(RuntimeProgramError):  # it is made of something else, or needs a closure, which is the loop's
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    make, model = beside.made_by or self._by_hand(optimizer)
+                    why = unsaved(make, model, self._device)
+            if why is not None:
+                beside.goes_on = False
+                raise RuntimeProgramError(why)
 
     def offload(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer in the host's memory, where the plan has it there.
@@ -124,19 +153,12 @@ class Optimizers:
         Raises:
             RuntimeProgramError: it looks at more.
         """
-        kind, program, own = type(optimizer), self._parameters.program, self._parameters.updated
+        kind, program = type(optimizer), self._parameters.program
         plain = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
         if plain or not dividing_axes(program, Scope.ALL):
             return
-        state = self.state(None)
-        model = {
-            name: Described(
-                torch.Size(state.of_parameter(copies[0], "", copies[0]).shape), copies[0].dtype, copies[0].requires_grad
-            )
-            for name, copies in own.items()
-        }
         try:
-            found = self._found(made_again(optimizer, {copies[0]: name for name, copies in own.items()}), model)
+            found = self._found(*self._by_hand(optimizer))
         except RuntimeProgramError:
             return  # it is made of something else, or needs a closure, which is the loop's
         found.check_ranks(program.zero)
@@ -146,6 +168,17 @@ class Optimizers:
                 f"the step of {kind.__name__} looks at {what}, and this rank stores parts of them; make it by "
                 "pipeline.optimizer(make=...), with a function of pairs of names and parameters, so that it has them"
             )
+
+    def _by_hand(self, optimizer: Optimizer) -> tuple[Callable[[Any], Optimizer], dict[str, Described]]:
+        """Return what makes an optimizer again that was made over :meth:`named_parameters` by hand, and of which parameters."""
+        state, own = self.state(None), self._parameters.updated
+        model = {
+            name: Described(
+                torch.Size(state.of_parameter(copies[0], "", copies[0]).shape), copies[0].dtype, copies[0].requires_grad
+            )
+            for name, copies in own.items()
+        }
+        return made_again(optimizer, {copies[0]: name for name, copies in own.items()}), model
 
     # The learning rate
 
