@@ -163,7 +163,7 @@ def _run_from(calls: list[fx.Node], start: int) -> Run | None:
         return None
     second = calls[start + 1]
     carried = [position for position, argument in enumerate(second.args) if argument is first]
-    if len(carried) != 1 or isinstance(first.meta.get("val"), tuple):
+    if len(carried) != 1:
         return None
     run = Run([first], parent, carried[0], {})
     for following in calls[start + 1 :]:
@@ -172,7 +172,8 @@ def _run_from(calls: list[fx.Node], start: int) -> Run | None:
         if str(following.target) != expected or following.args[run.carried : run.carried + 1] != (previous,):
             break
         same = following.meta.get(EVALUATED) == first.meta.get(EVALUATED)
-        if len(previous.users) != 1 or not same or not _same_arguments(run, following):
+        several = any(isinstance(call.meta.get("val"), tuple) for call in (previous, following))
+        if several or len(previous.users) != 1 or not same or not _same_arguments(run, following):
             break
         run.calls.append(following)
     return run if len(run.calls) > 1 else None

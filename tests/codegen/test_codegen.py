@@ -486,6 +486,36 @@ def test_loops_over_units_hide_no_name_of_their_function() -> None:
     assert "in stage.stages" in text and "for stage in stage." not in text
 
 
+def test_a_block_with_two_results_ends_no_loop() -> None:
+    """The second block computes something for the third, too, which has one more argument than the others."""
+
+    class Block(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.norm, self.linear, self.number = nn.LayerNorm(8), nn.Linear(8, 8), number
+
+        def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            scale = self.linear(self.norm(x)).sigmoid()
+            return x + scale * (scale if given is None else given), scale if self.number == 1 else given
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(number) for number in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = None
+            for block in self.blocks:
+                x, given = block(x, given)
+            return x
+
+    model, x = Model(), torch.randn(4, 8)
+    program = gp.export(model, (x,), mode="infer")
+    stage = gp.partition(program, gp.plan(program, 1)).stage(rank=0)
+    stage.load_state_dict(model.state_dict(), assign=True)
+    torch.testing.assert_close(stage(x=x), model(x))
+
+
 def test_each_parameter_needs_a_gradient_as_in_the_model() -> None:
     """A module with one frozen and one trained parameter, in a block and alone; and one beside its submodules."""
 
