@@ -115,6 +115,12 @@ def test_whole_parameters_are_stepped_over_stages_and_go_on_over_slices(bench: B
     stepped(bench, "pp2", "zero 1 flat", ["orthogonal", "global"])
 
 
+@pytest.mark.costly
+def test_what_torch_has_no_rule_for_steps_whole_parameters(bench: Bench) -> None:
+    """Its fused SGD looks at elements, but takes no DTensors."""
+    stepped(bench, "zero 3", "zero 2", ["fused"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", sample([*LAYOUTS], 4))
 def test_every_layout_steps_whole_parameters(first: str, bench: Bench) -> None:

@@ -91,6 +91,7 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     "orthogonal": Orthogonal,
     "adafactor": lambda named: torch.optim.Adafactor(parameters(named), lr=0.01),
     "adamw": models.optimizer_of,
+    "fused": lambda named: torch.optim.SGD(parameters(named), lr=0.01, momentum=0.9, fused=True),
 }
 
 

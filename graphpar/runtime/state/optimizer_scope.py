@@ -5,7 +5,8 @@ without the others alone                                                 ──�
 neither                                                                  ──► ALL         a step size from all gradients
 
 What a step does for some values only may not show there, so its operators are noted, too: one that is not elementwise needs whole
-parameters, and one that draws random numbers is found however small they are.
+parameters, and one that draws random numbers is found however small they are. So does one whose operators torch has no rule for where they
+take DTensors (Rprop).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, plain
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.state.optimizers import Described, build_optimizer
 
 ELEMENTS, STEPS, TRIED = 8192, 12, 48
@@ -44,7 +47,6 @@ ELEMENTWISE = frozenset(
         "Adagrad",
         "ASGD",
         "RMSprop",
-        "Rprop",
         "SparseAdam",
     }
 )
@@ -122,13 +124,16 @@ def look(
     model: Mapping[str, Described],
     *,
     flat: bool = False,
+    sharded: DTensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Found:
-    """Find what the optimizer of ``make`` looks at; one that can't be stepped on small tensors may look at everything.
+    """Find what the optimizer of ``make`` looks at; one that can't be stepped on small tensors may look at everything. One that looks at
+    elements needs whole parameters where it computes with what torch has no rule for DTensors.
 
     Args:
         model: all of its parameters, by name.
         flat: whether ranks store 1-D slices of parameters.
+        sharded: where ranks store DTensors, one of them.
 
     Raises:
         NeedsClosure: the step needs a closure.
@@ -142,6 +147,8 @@ def look(
         called = _Called()
         trial.tried(trial.names, called=called)
         scope = max(trial.scope(whole, flat), Scope.PARAMETER if called.reduces else Scope.ELEMENT)
+        if scope is Scope.ELEMENT and sharded is not None and not trial.takes(sharded, whole):
+            scope = Scope.PARAMETER
         return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
 
 
@@ -294,6 +301,16 @@ class _Trial:
                 return Scope.PARAMETER
         return Scope.ELEMENT
 
+    def takes(self, sharded: DTensor, whole: _Run) -> bool:
+        """Whether DTensors that lie as ``sharded`` does are stepped as ``whole`` is, which is what each rank has of them."""
+
+        def placed(value: Tensor) -> Tensor:
+            kinds = [Shard(0) if kind.is_shard() and value.ndim else Replicate() for kind in sharded.placements]
+            return DTensor.from_local(value, sharded.device_mesh, kinds, run_check=False)
+
+        run = self.tried(self.names, placed=placed)
+        return run is not None and run.is_part_of(whole)
+
     def random(self, whole: _Run) -> bool:
         """Whether a step draws random numbers."""
         run = self.tried(self.names, seed=1)
@@ -317,10 +334,12 @@ class _Trial:
         broken: str | None = None,
         called: _Called | None = None,
         resumed: bool = False,
+        placed: Cut = lambda value: value,
     ) -> _Run | None:
         """Step the parameters of ``names`` alone, what ``cut`` leaves of each; None where that fails.
 
         Args:
+            placed: makes of values what is stepped.
             broken: the parameter whose gradient is infinite at the last step.
             called: notes what operators steps call.
             resumed: whether another optimizer makes the second half of the steps.
@@ -331,7 +350,7 @@ class _Trial:
         for dtype in dict.fromkeys((self.dtype, torch.float32)):
             self.dtype = dtype
             try:
-                return self._stepped(names, cut, seed, broken, called, resumed)
+                return self._stepped(names, cut, seed, broken, called, resumed, placed)
             except (NeedsClosure, _NotSaved):
                 raise
             except Exception:  # kernels that know no float64, or no such shape
@@ -346,23 +365,26 @@ class _Trial:
         broken: str | None,
         called: _Called | None,
         resumed: bool,
+        placed: Cut,
     ) -> _Run:
         torch.manual_seed(seed)
         before = {name: cut(self.drawn[name][0]).to(self.dtype) for name in names}
-        own = {name: nn.Parameter(value.clone()) for name, value in before.items()}
-        memory = {name: parameter.detach() for name, parameter in own.items()}
+        own = {name: nn.Parameter(placed(value.clone())) for name, value in before.items()}
+        memory = {name: local(parameter.detach()) for name, parameter in own.items()}
         made = self._made(own)
         for step in range(1, STEPS + 1):
             if resumed and step == STEPS // 2:
                 made = _handed_over(made, self._made(own), {parameter: name for name, parameter in own.items()})
             for name, parameter in own.items():
-                parameter.grad = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
+                value = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
+                parameter.grad = placed(value)
                 if name == broken and step == STEPS:
                     parameter.grad.fill_(math.inf)
             with called or contextlib.nullcontext():
                 _step(made)
-        self.moves |= any(own[name].data_ptr() != value.data_ptr() for name, value in memory.items())
-        changes = {name: own[name].detach() - before[name] for name in names}
+        after = {name: local(parameter.detach()) for name, parameter in own.items()}
+        self.moves |= any(after[name].data_ptr() != value.data_ptr() for name, value in memory.items())
+        changes = {name: after[name] - before[name] for name in names}
         return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
 
     def _made(self, own: Mapping[str, nn.Parameter]) -> Optimizer:

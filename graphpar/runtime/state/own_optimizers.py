@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphpar.runtime.checkpoints.saved_state import State
-from graphpar.runtime.distributed import agreed
+from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.gradients import Gradients
 from graphpar.runtime.state.host import Host
@@ -31,7 +32,14 @@ from graphpar.runtime.state.optimizer_scope import (
     made_again,
     unsaved,
 )
-from graphpar.runtime.state.optimizers import Described, OtherOptimizers, build_optimizer, describe_model, factory
+from graphpar.runtime.state.optimizers import (
+    FUSED,
+    Described,
+    OtherOptimizers,
+    build_optimizer,
+    describe_model,
+    factory,
+)
 from graphpar.runtime.state.parameters import Replicated
 from graphpar.runtime.state.whole_parameters import WholeParameters, dividing_axes
 from graphpar.runtime.training.lr_schedules import Schedule, build_lr_schedule
@@ -99,6 +107,8 @@ class Optimizers:
                 found = self._found(make, model)
                 found.check_ranks(program.zero)
                 scope = found.scope
+        if program.zero > 1:
+            scope = max(gather_objects(scope))  # a rank may store no DTensor
         axes = dividing_axes(program, scope)
         whole = WholeParameters(own, axes, scope, self.state(None), self._device) if axes else None
         with agreed():
@@ -145,7 +155,9 @@ class Optimizers:
 
     def _found(self, make: Callable[..., Any], model: Mapping[str, Described]) -> Found:
         program = self._parameters.program
-        return look(make, model, flat=program.zero == 1 and not program.owners, device=self._device)
+        stored = (copy for copies in self._parameters.updated.values() for copy in copies if isinstance(copy, DTensor))
+        flat = program.zero == 1 and not program.owners
+        return look(make, model, flat=flat, sharded=next(stored, None), device=self._device)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Check that an optimizer that was made over :meth:`named_parameters` by hand may step what this rank stores.
@@ -155,6 +167,8 @@ class Optimizers:
         """
         kind, program = type(optimizer), self._parameters.program
         plain = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+        if kind.__name__ not in FUSED:  # DTensors may have no rule for what others fuse
+            plain &= not any(group.get("fused") for group in optimizer.param_groups)
         if plain or not dividing_axes(program, Scope.ALL):
             return
         try:
@@ -165,7 +179,7 @@ class Optimizers:
         if found.tried and dividing_axes(program, found.scope):
             what = "all parameters together" if found.scope is Scope.ALL else "whole parameters"
             raise RuntimeProgramError(
-                f"the step of {kind.__name__} looks at {what}, and this rank stores parts of them; make it by "
+                f"the step of {kind.__name__} needs {what}, and this rank stores parts of them; make it by "
                 "pipeline.optimizer(make=...), with a function of pairs of names and parameters, so that it has them"
             )
 
