@@ -36,6 +36,7 @@ from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
+from graphpar.passes.normalize.buffer_uses import written_buffers_of
 from graphpar.passes.normalize.windows import check_rows
 from graphpar.passes.planning.plan_request import plan_request, planned
 from graphpar.passes.planning.planned import Planned
@@ -47,7 +48,7 @@ from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
 from graphpar.runtime.option_kinds import GENERATE, INFER, SCRIPTS, SEQ, TRAIN, TRAIN_GENERATE, Seq
 from graphpar.runtime.options import Request, options_of
-from graphpar.text import as_page, as_text
+from graphpar.text import as_page, as_text, listed
 
 P = ParamSpec("P")
 
@@ -328,6 +329,12 @@ def printed(
     done = replace(compilation, package=package)
     if local.no_eval is not None and local.source is not None and local.source.evaluates:
         report["warnings"].append(f"{local.no_eval[0].upper()}{local.no_eval[1:]}.")
+    written = [uses.name for uses in written_buffers_of(local).uses] if local.mode == TRAIN else []
+    if lost := sorted(set(written) & local.constants.keys()):
+        report["warnings"].append(
+            f"The model writes {listed(lost, 4)}, which persistent=False leaves out of checkpoints: training that resumes has the initial "
+            "value again."
+        )
     if optimizer is not None and local.mode == "train":
         from graphpar.verification.tried_optimizer import tried_optimizer
 

@@ -659,3 +659,22 @@ def test_the_next_commands_can_be_pasted() -> None:
     commands = next_commands("my programs/out", "train")
     assert len(commands) == 3
     assert all("my programs/out" in shlex.split(line) for line in commands)
+
+
+def test_a_written_buffer_that_checkpoints_leave_out_is_warned_of() -> None:
+    class Counting(nn.Module):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+            self.register_buffer("scale", torch.ones(4), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return self.linear(x) * self.scale / self.seen
+
+    for persistent in (True, False):
+        program = gp.export(Counting(persistent), (torch.randn(4, 4),), loss_fn=lambda output: output.square().mean())
+        warnings = gp.partition(program, gp.plan(program, 1)).report["warnings"]
+        assert [line for line in warnings if line.startswith("The model writes seen, which")] == warnings
+        assert len(warnings) == (not persistent)
