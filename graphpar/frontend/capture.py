@@ -61,6 +61,7 @@ from graphpar.frontend.trace_guards import (
     collective,
     custom_backwards_kept,
     masks_as_given,
+    modules_stay,
     refuse_collective,
     unusual_apart,
 )
@@ -297,6 +298,7 @@ class _Traced(nn.Module):
         sizes = cast(Any, self.sizes)
         with (
             assignments_as_writes(request.model),
+            modules_stay(),
             noted(request.model, request.assigned, values.fixed),
             repeated(request.model, cast(Any, self.repetitions)),
             _functions(values, _losses(dtype), sizes),

@@ -5,6 +5,7 @@ x + table.data                   ``table.detach()``, as long as nothing is writt
 x.data.mul_(2), x.data = y       refused: a trace follows neither
 o[t > 0], t[t > 0]               one number of rows
 F.gaussian_nll_loss              without its write to what carries a gradient
+self.gate.to(torch.float32)      nothing where it is in fp32, else refused
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.codegen.operators import check_function
@@ -224,7 +226,7 @@ def _where(place: str) -> str:
     return f" ({place})" if place else ""
 
 
-# ---- buffers ----------------------------------------------------------------------------------------------------
+# ---- parameters and buffers ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -248,6 +250,36 @@ def assignments_as_writes(model: nn.Module) -> Iterator[None]:
             )
         module._buffers[name] = buffer
         buffer.copy_(assigned.detach())
+
+
+@contextlib.contextmanager
+def modules_stay() -> Iterator[None]:
+    """Let a forward cast modules to the dtype that they have, as routers do (``self.gate.to(torch.float32)``).
+
+    Raises:
+        GraphparError: to another one, which they would keep.
+    """
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            with _disable_current_modes():
+                stays = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                made = function(stays)
+            if (made.dtype, made.device) != (stays.dtype, stays.device):
+                had, wanted = (each.device if made.dtype == stays.dtype else each.dtype for each in (stays, made))
+                raise GraphparError(
+                    f"The model changes {name!r} of {type(module).__name__} from {had} to {wanted} in its forward{_where(stack_line())}, "
+                    "and a program stores it as it was built. Build it so (with keep_fp32, where the program is in 16 bits), or cast where "
+                    "it is read: F.linear(x.float(), self.weight.float())."
+                )
+        return module
+
+    before = nn.Module._apply
+    nn.Module._apply = apply  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 def check_averages(model: nn.Module) -> None:

@@ -772,6 +772,20 @@ def test_data_that_is_written_is_refused_with_its_line(function: Callable[[Any, 
         gp.export(Around(function), (X,), loss_fn=square)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_that_its_forward_casts_stays_as_it_is(dtype: torch.dtype) -> None:
+    def cast(module: Any, y: Tensor) -> Tensor:
+        module.a = module.a.to(dtype)
+        return module.a(y.to(dtype)).to(y.dtype)
+
+    if dtype is torch.float32:
+        assert_exact(Case(Around(cast), (X,), {}, square, ()), [1, 3])
+        return
+    why = r"changes 'weight' of Linear from torch.float32 to torch.float64 in its forward \(test_capture.py:\d+\), and"
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.export(Around(cast), (X,), loss_fn=square)
+
+
 def converted(module: Any, y: Tensor) -> Tensor:
     return y + float(y.detach().numpy().sum())
 
