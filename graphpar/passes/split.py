@@ -156,16 +156,21 @@ def _beginnings(program: Program, stages: int) -> list[tuple[int, str]]:
 
 
 def _starts_at(nodes: Sequence[fx.Node], placed: Collection[fx.Node], depth: int) -> list[tuple[int, str]]:
-    """Return where modules with parameters begin whose calls are nested at most ``depth`` deep."""
+    """Return where modules with parameters begin whose calls are nested at most ``depth`` deep, as :func:`position_of` says: a module
+    begins with what is in it. Of several that begin together the outermost is returned."""
     first: dict[str, int] = {}
     owning: set[str] = set()
     for index, node in enumerate(nodes):
-        stack = node.meta.get("module_stack", ())[:depth]
-        if stack and stack[-1][0] and node.op == "call_function" and node not in placed:
-            first.setdefault(stack[-1][0], index)
+        stack = [path for path, *_ in node.meta.get("module_stack", ())[:depth] if path]
+        if stack and node.op in ("call_function", "call_module") and node not in placed:
+            for path in stack:
+                first.setdefault(path, index)
             if _has_parameters(node):
-                owning.add(stack[-1][0])
-    return sorted((index, path) for path, index in first.items() if path in owning)
+                owning.add(stack[-1])
+    begins: dict[int, str] = {}
+    for path in sorted(owning, key=len):
+        begins.setdefault(first[path], path)
+    return sorted(begins.items())
 
 
 # ---- the stage of each value -----------------------------------------------------------------------------------
