@@ -250,8 +250,7 @@ def test_a_table_that_does_not_divide_the_rows_names_them() -> None:
 
 def test_a_module_begins_with_what_its_weight_is_computed_from() -> None:
     """A stage that began at its own operator would be without what is before it, and the one before it empty."""
-    orthogonal = nn.utils.parametrizations.orthogonal
-    model = nn.Sequential(orthogonal(nn.Linear(8, 8)), orthogonal(nn.Linear(8, 8)))
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
     program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda output: output.square().mean())
     stages = gp.partition(program, gp.plan(program, mesh={"pp": 2})).compilation.emitted[1]
     assert [stage.modules for stage in stages] == [("0",), ("1",)]
