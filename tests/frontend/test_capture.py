@@ -786,6 +786,17 @@ def test_a_module_that_its_forward_casts_stays_as_it_is(dtype: torch.dtype) -> N
         gp.export(Around(cast), (X,), loss_fn=square)
 
 
+def test_lazy_modules_are_to_be_called_where_they_are_built() -> None:
+    def built() -> nn.Module:
+        model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+        model(X)
+        return model
+
+    with pytest.raises(gp.GraphparError, match=r"LazyLinear '0' has no sizes before it is called"):
+        gp.export(nn.Sequential(nn.LazyLinear(3)), (X,), loss_fn=square)
+    assert_exact(Case(built(), (X,), {}, square, ()), [1, 3])
+
+
 def converted(module: Any, y: Tensor) -> Tensor:
     return y + float(y.detach().numpy().sum())
 

@@ -253,4 +253,4 @@ def test_a_module_begins_with_what_its_weight_is_computed_from() -> None:
     model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
     program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda output: output.square().mean())
     stages = gp.partition(program, gp.plan(program, mesh={"pp": 2})).compilation.emitted[1]
-    assert [stage.modules for stage in stages] == [("0",), ("1",)]
+    assert [stage.modules for stage in stages] == [("0.parametrizations.weight", "0"), ("1",)]
