@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.trace_guards import OffMeta, is_on_meta, off_meta
@@ -88,7 +89,17 @@ def _checked(built: Any) -> nn.Module:
 def _with_values_apart(
     model: nn.Module, fake: FakeTensorMode | None, recorder: Recorder | None
 ) -> tuple[nn.Module, FakeTensorMode | None, Recorder | None]:
-    """Turn a model on the device meta into one as if built under fake tensors."""
+    """Turn a model on the device meta into one as if built under fake tensors.
+
+    Raises:
+        GraphparError: a module gets its sizes when it is called first.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise GraphparError(
+                f"{type(module).__name__} {name!r} has no sizes before it is called: call the model once in the function that builds it, "
+                "or give sizes."
+            )
     if not is_on_meta(model):
         return model, fake, recorder
     fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

@@ -55,9 +55,9 @@ from graphpar.frontend.trace_guards import (
     WithoutWrites,
     assignments_as_writes,
     caches_kept,
+    check_averages,
     check_backward_hooks,
     check_collectives,
-    check_modules,
     collective,
     custom_backwards_kept,
     masks_as_given,
@@ -514,7 +514,7 @@ def _exported(
         caches_kept(),
     ):
         warnings.simplefilter("ignore")
-        check_modules(request.model)
+        check_averages(request.model)
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
         )

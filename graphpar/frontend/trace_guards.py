@@ -25,7 +25,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -283,14 +282,9 @@ def modules_stay() -> Iterator[None]:
         nn.Module._apply = before  # type: ignore[method-assign]
 
 
-def check_modules(model: nn.Module) -> None:
-    """Refuse cumulative averages, which weigh each batch by a number read from a buffer that a trace would fix, and lazy modules."""
+def check_averages(model: nn.Module) -> None:
+    """Refuse cumulative averages: they weigh each batch by a number read from a buffer, which a trace would fix."""
     for name, module in model.named_modules():
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            raise GraphparError(
-                f"{type(module).__name__} {name!r} has no sizes before it is called: call the model once in the function that builds it, or "
-                "give sizes."
-            )
         averages = (
             isinstance(module, nn.modules.batchnorm._NormBase)
             and module.track_running_stats
