@@ -81,6 +81,16 @@ class Orthogonal(Optimizer):
                 parameter.sub_(change, alpha=group["lr"] * max(parameter.shape) ** 0.5)
 
 
+class Counted(Optimizer):
+    """Elements move alone, less far with each step, of which a tensor of one dim counts them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            count = self.state[parameter].setdefault("count", torch.zeros(1))
+            parameter.sub_(parameter.grad, alpha=1 / (count.add_(1).item() + 3))
+
+
 def parameters(named: Named) -> list[nn.Parameter]:
     return [parameter for _, parameter in named]
 
@@ -90,6 +100,7 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     "global": lambda named: Global(parameters(named)),
     "orthogonal": Orthogonal,
     "adafactor": lambda named: torch.optim.Adafactor(parameters(named), lr=0.01),
+    "counted": lambda named: Counted(parameters(named), {}),
     "adamw": models.optimizer_of,
     "fused": lambda named: torch.optim.SGD(parameters(named), lr=0.01, momentum=0.9, fused=True),
 }

@@ -141,8 +141,9 @@ class State:
             return self._turned(Entry(path, tuple(value.shape), value.dtype, [box], [box.values]), {}, *others)
         if value.shape == parameter.shape:
             return self._entry(path, name, value, self.parameters.slice_of(name))
-        if value.ndim == 0:
-            return Entry(path, (), value.dtype, [Box((), local(value.detach()))], [local(value.detach())])
+        if value.numel() == 1:
+            held = local(value.detach())
+            return Entry(path, tuple(value.shape), value.dtype, [Box((0,) * value.ndim, held)], [held])
         raise RuntimeProgramError(
             f"{type(self.optimizer).__name__} keeps {key} of {name} as {list(value.shape)}, where the parameter is "
             f"{list(parameter.shape)}: state whose shape differs from the parameter's can't be loaded under another plan"
@@ -240,7 +241,8 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
-                    if len(size) and tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter):
+                    other = tuple(size) != self.of_parameter(parameter, "", parameter).shape
+                    if len(size) and other and (math.prod(size) == 1 or self._is_whole(parameter)):
                         value = torch.zeros(tuple(size), dtype=dtype, device=parameter.device)
                     elif len(size) or (not self._shape(parameter) and key != "step"):
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -362,4 +364,9 @@ def plain(value: Any, what: str) -> Any:
         return [plain(each, what) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Tensor):
+        raise RuntimeProgramError(
+            f"the optimizer's {what} has a tensor of shape {list(value.shape)}, and a checkpoint holds only numbers in lists and options "
+            "of groups; keep each tensor in the state of a parameter, under a name of its own"
+        )
     raise RuntimeProgramError(f"the optimizer's {what} is a {type(value).__name__}, which a checkpoint can't hold")
