@@ -50,10 +50,16 @@ class State:
     names: dict[Tensor, str] = field(
         init=False
     )  # of the parameters that an optimizer steps; tied ones by their first name
+    counts: set[str] = field(init=False)  # keys of state that has one element for each parameter, of any size
 
     def __post_init__(self) -> None:
         self.program, self.groups = self.parameters.program, self.parameters.groups
         self.names = self.parameters.names() | {parameter: name for name, parameter in self.whole.items()}
+        self.counts = {
+            key
+            for parameter, key, value in self._state()
+            if isinstance(value, Tensor) and value.numel() == 1 < parameter.numel()
+        }
         strange = [
             f"{list(parameter.shape)} of group {number}"
             for number, group in enumerate(self._param_groups())
@@ -139,7 +145,7 @@ class State:
             box = Box((0,) * value.ndim, value.detach())
             others = (*(self.exchange if owned else ()), *self.parameters.divides)
             return self._turned(Entry(path, tuple(value.shape), value.dtype, [box], [box.values]), {}, *others)
-        if value.shape == parameter.shape:
+        if value.shape == parameter.shape and key not in self.counts:
             return self._entry(path, name, value, self.parameters.slice_of(name))
         if value.numel() == 1:
             held = local(value.detach())
@@ -233,6 +239,11 @@ class State:
         for path in sizes:
             if path[: len(STATE)] == STATE:
                 keys.setdefault(path[-2], []).append(path[-1])
+        self.counts |= {
+            path[-1]
+            for path, (size, _) in sizes.items()
+            if path[: len(STATE)] == STATE and math.prod(size) == 1 < math.prod(sizes.get((*MODEL, path[-2]), ((),))[0])
+        }
         entries: dict[str, Entry] = {}
         states: dict[Tensor, dict[str, Any]] = {}
         for group in self._param_groups():
@@ -241,10 +252,10 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
-                    other = tuple(size) != self.of_parameter(parameter, "", parameter).shape
-                    if len(size) and other and (math.prod(size) == 1 or self._is_whole(parameter)):
+                    other = tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter)
+                    if len(size) and (other or key in self.counts):
                         value = torch.zeros(tuple(size), dtype=dtype, device=parameter.device)
-                    elif len(size) or (not self._shape(parameter) and key != "step"):
+                    elif len(size) or (not self._shape(parameter) and key not in self.counts | {"step"}):
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -285,10 +296,17 @@ class State:
             found.append(values[0] if values else next(same_place, {}))
         return found
 
-    def take(self, states: Mapping[Tensor, dict[str, Any]], hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer its state and hyperparameters."""
+    def take(
+        self,
+        states: Mapping[Tensor, dict[str, Any]],
+        entries: Mapping[str, Entry],
+        hyperparameters: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer its state, the tensors of which are in entries that were filled, and hyperparameters."""
         if self.optimizer is None:
             return
+        for entry in entries.values():
+            entry.fill_padding()
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: state for parameter, state in states.items() if state})
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
