@@ -107,7 +107,7 @@ def stepped(bench: Bench, first: str, then: str, kinds: list[str]) -> None:
 
 @pytest.mark.costly
 def test_whole_parameters_are_stepped_over_tp_and_go_on_over_shards(bench: Bench) -> None:
-    stepped(bench, "tp2", "zero 3", ["lars", "adafactor", "global", "counted"])
+    stepped(bench, "tp2", "zero 3", ["lars", "adafactor", "global", "counted", "listed"])
 
 
 @pytest.mark.costly

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,9 @@ class State:
         self.names = self.parameters.names() | {parameter: name for name, parameter in self.whole.items()}
         self.counts = {
             key
-            for parameter, key, value in self._state()
-            if isinstance(value, Tensor) and value.numel() == 1 < parameter.numel()
+            for parameter, first, state in self._state()
+            for key, value in tensors_of(first, state)
+            if value.numel() == 1 < parameter.numel()
         }
         strange = [
             f"{list(parameter.shape)} of group {number}"
@@ -172,8 +173,8 @@ class State:
     def optimizer_state(self) -> dict[str, Entry]:
         """Return the tensors of the optimizer's state by key; of equal copies of a parameter, the first one's."""
         found: dict[str, Entry] = {}
-        for parameter, key, value in self._state():
-            if isinstance(value, Tensor):
+        for parameter, first, state in self._state():
+            for key, value in tensors_of(first, state):
                 entry = self.of_parameter(parameter, key, value)
                 found.setdefault(entry.key, entry)
         return found
@@ -205,7 +206,7 @@ class State:
         for parameter, key, value in self._state():
             if not isinstance(value, Tensor):
                 name = self.names[parameter]
-                numbers.setdefault(name, {})[key] = plain(value, f"{key} of {name}")
+                numbers.setdefault(name, {})[key] = structure(key, value, f"{key} of {name}")
         groups = [
             {
                 "index": index,
@@ -260,7 +261,7 @@ class State:
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
                         value = torch.zeros((), dtype=dtype, device="cpu" if stays else parameter.device)
-                    if self.offloaded is not None:
+                    if self.offloaded is not None and not key.endswith("]"):  # tensors in lists stay on the device
                         value = self.offloaded.put(parameter, key, value)
                     states[parameter][key] = value
                     entry = self.of_parameter(parameter, key, value)
@@ -269,6 +270,8 @@ class State:
                         entries[entry.key].boxes += entry.boxes
                     else:
                         entries[entry.key] = entry
+                own = states[parameter]
+                own.update({key: together(value, own) for key, value in [*own.items()] if isinstance(value, list)})
         return entries, states
 
     def hyperparameters(self, saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -374,6 +377,31 @@ def give_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
+def tensors_of(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a value of an optimizer's state, which may be in lists, and the keys that they have in a checkpoint."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from tensors_of(f"{key}[{at}]", each)
+
+
+def structure(key: str, value: Any, what: str) -> Any:
+    """Return a value of an optimizer's state as JSON has it, with the keys of tensors in their place."""
+    if isinstance(value, Tensor):
+        return {"tensor": key}
+    if isinstance(value, list | tuple):
+        return [structure(f"{key}[{at}]", each, what) for at, each in enumerate(value)]
+    return plain(value, what)
+
+
+def together(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return the value of which :func:`structure` has made this, with tensors that are taken from ``tensors``."""
+    if isinstance(value, list):
+        return [together(each, tensors) for each in value]
+    return tensors.pop(value["tensor"]) if isinstance(value, dict) else value
+
+
 def plain(value: Any, what: str) -> Any:
     """Return a value as JSON has it."""
     if isinstance(value, Tensor) and value.ndim == 0:
@@ -382,9 +410,4 @@ def plain(value: Any, what: str) -> Any:
         return [plain(each, what) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor):
-        raise RuntimeProgramError(
-            f"the optimizer's {what} has a tensor of shape {list(value.shape)}, and a checkpoint holds only numbers in lists and options "
-            "of groups; keep each tensor in the state of a parameter, under a name of its own"
-        )
     raise RuntimeProgramError(f"the optimizer's {what} is a {type(value).__name__}, which a checkpoint can't hold")

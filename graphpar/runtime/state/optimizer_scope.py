@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, plain
+from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, structure, tensors_of, together
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.state.optimizers import Described, build_optimizer
@@ -166,7 +166,7 @@ def unsaved(make: Callable[..., Any], model: Mapping[str, Described], device: to
             resumed = trial.tried(trial.names, resumed=True)
         except _NotSaved as error:
             return str(error)
-        if straight is None:
+        if straight is None or not all(change.isfinite().all() for change in straight.changes.values()):
             return None
         if resumed is None or not resumed.is_part_of(straight):
             return (
@@ -438,7 +438,10 @@ def _handed_over(made: Optimizer, other: Optimizer, names: Mapping[Tensor, str])
         groups = hyperparameters_of(made)
         states = {
             parameter: {
-                str(key): value.clone() if isinstance(value, Tensor) else plain(value, f"{key} of {names[parameter]}")
+                str(key): together(
+                    structure(str(key), value, f"{key} of {names[parameter]}"),
+                    {at: each.clone() for at, each in tensors_of(str(key), value)},
+                )
                 for key, value in state.items()
             }
             for parameter, state in made.state.items()
