@@ -81,6 +81,35 @@ class Orthogonal(Optimizer):
                 parameter.sub_(change, alpha=group["lr"] * max(parameter.shape) ** 0.5)
 
 
+class Listed(Optimizer):
+    """Moves along the squares of sides of matrices, which it keeps in a list; they are none at first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            state, change = self.state[parameter], parameter.grad / (parameter.grad.norm() + 1e-3)
+            if not state.setdefault("sides", []):
+                state["sides"] = [None if side > 20 else torch.eye(side) for side in parameter.shape]
+            for dim, side in enumerate(state["sides"]):
+                if side is not None:
+                    rows = change.transpose(0, dim).flatten(1) if change.ndim > 1 else change[:, None]
+                    side.lerp_(rows @ rows.T, 0.1)
+                    change = (side @ rows).view(change.transpose(0, dim).shape).transpose(0, dim)
+            parameter.sub_(change, alpha=0.01)
+
+
+class Counted(Optimizer):
+    """Elements move alone, less far with each step, of which a tensor of one dim counts them; divisors are of no padding."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            state = self.state[parameter]
+            count = state.setdefault("count", torch.zeros(1))
+            squares = state.setdefault("squares", torch.ones_like(parameter)).addcmul_(parameter.grad, parameter.grad)
+            parameter.sub_(parameter.grad / squares.sqrt(), alpha=0.1 / (count.add_(1).item() + 3))
+
+
 def parameters(named: Named) -> list[nn.Parameter]:
     return [parameter for _, parameter in named]
 
@@ -90,6 +119,8 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     "global": lambda named: Global(parameters(named)),
     "orthogonal": Orthogonal,
     "adafactor": lambda named: torch.optim.Adafactor(parameters(named), lr=0.01),
+    "listed": lambda named: Listed(parameters(named), {}),
+    "counted": lambda named: Counted(parameters(named), {}),
     "adamw": models.optimizer_of,
     "fused": lambda named: torch.optim.SGD(parameters(named), lr=0.01, momentum=0.9, fused=True),
 }

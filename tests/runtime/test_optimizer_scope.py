@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,44 @@ def test_a_step_that_draws_is_refused_on_several_ranks_and_nothing_is_left_of_th
         found.check_ranks(0)
 
 
+class Stored(Optimizer):
+    """Elements move alone, but their momenta are one row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            row = self.state[each].setdefault("row", torch.zeros_like(each).view(-1))
+            each.sub_(row.lerp_(each.grad.view(-1), 0.1).view_as(each))
+
+
+def test_state_that_no_shard_can_have_needs_whole_parameters() -> None:
+    assert look(lambda named: Stored(parameters(named), {}), MODEL).scope is Scope.PARAMETER
+
+
+class Every(Simple):
+    """Each so many steps, counted in an attribute, it moves twice as far; it notes times and keeps results, too."""
+
+    def __init__(self, named: Named, every: int) -> None:
+        super().__init__(named, in_place)
+        self.every, self.count, self.cache = every, 0, dict[int, int]()
+
+    def step(self, closure: Any = None) -> None:
+        self.count += self.every > 0
+        self.time = time.perf_counter()
+        of_first = self.state[self.param_groups[0]["params"][0]]
+        of_first["step"] = of_first.get("step", 0) + 1
+        self.cache[of_first["step"]] = of_first["step"] ** 2
+        for _ in range(2 if self.every and self.count % self.every == 0 else 1):
+            super().step()
+
+
+@pytest.mark.parametrize("every", [0, *range(2, 15), 1000])
+def test_a_counter_in_an_attribute_is_found_whatever_it_counts_to(every: int) -> None:
+    small = {"weight": Described(torch.Size((4, 3)), torch.float32, True)}
+    found = unsaved(lambda named: Every(named, every), small)
+    assert re.search("in an attribute|its attribute count ", found or "") if every else found is None
+
+
 class Counting(Optimizer):
     """Its steps become smaller; it counts them in an option, in the state of each parameter, or where no checkpoint has them."""
 
@@ -259,9 +298,9 @@ class Counting(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.count += 1
+        self.count += self.where == "attribute"
         of_all = self.everything["all"]
-        of_all["count"] = of_all.get("count", 0) + 1
+        of_all["count"] = of_all.get("count", 0) + (self.where == "key")
         for group in self.param_groups:
             group["count"] += 1
             for each in (each for each in group["params"] if each.grad is not None):
@@ -269,8 +308,8 @@ class Counting(Optimizer):
                 own["count"] = own.get("count", 0) + 1
                 own.setdefault("noted", None)
                 own[3] = own.get(3, 0) + 1
-                if self.where == "dict":
-                    own["nested"] = {"count": 1}
+                if self.where in ("dict", "list"):
+                    own["nested"] = {"count": 1} if self.where == "dict" else [torch.zeros(2)]
                 counts = {
                     "option": group,
                     "parameter": own,
@@ -290,6 +329,7 @@ class Counting(Optimizer):
             for where in ("key", "attribute", "number")
         ),
         (lambda named: Counting(named, "dict"), "nested of .*weight is a dict"),
+        (lambda named: Counting(named, "list"), None),
         *((make, None) for make in OPTIMIZERS.values()),
     ],
 )

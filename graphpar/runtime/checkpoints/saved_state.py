@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,17 @@ class State:
     names: dict[Tensor, str] = field(
         init=False
     )  # of the parameters that an optimizer steps; tied ones by their first name
+    counts: set[str] = field(init=False)  # keys of state that has one element for each parameter, of any size
 
     def __post_init__(self) -> None:
         self.program, self.groups = self.parameters.program, self.parameters.groups
         self.names = self.parameters.names() | {parameter: name for name, parameter in self.whole.items()}
+        self.counts = {
+            key
+            for parameter, first, state in self._state()
+            for key, value in tensors_of(first, state)
+            if value.numel() == 1 < parameter.numel()
+        }
         strange = [
             f"{list(parameter.shape)} of group {number}"
             for number, group in enumerate(self._param_groups())
@@ -139,10 +146,11 @@ class State:
             box = Box((0,) * value.ndim, value.detach())
             others = (*(self.exchange if owned else ()), *self.parameters.divides)
             return self._turned(Entry(path, tuple(value.shape), value.dtype, [box], [box.values]), {}, *others)
-        if value.shape == parameter.shape:
+        if value.shape == parameter.shape and key not in self.counts:
             return self._entry(path, name, value, self.parameters.slice_of(name))
-        if value.ndim == 0:
-            return Entry(path, (), value.dtype, [Box((), local(value.detach()))], [local(value.detach())])
+        if value.numel() == 1:
+            held = local(value.detach())
+            return Entry(path, tuple(value.shape), value.dtype, [Box((0,) * value.ndim, held)], [held])
         raise RuntimeProgramError(
             f"{type(self.optimizer).__name__} keeps {key} of {name} as {list(value.shape)}, where the parameter is "
             f"{list(parameter.shape)}: state whose shape differs from the parameter's can't be loaded under another plan"
@@ -165,8 +173,8 @@ class State:
     def optimizer_state(self) -> dict[str, Entry]:
         """Return the tensors of the optimizer's state by key; of equal copies of a parameter, the first one's."""
         found: dict[str, Entry] = {}
-        for parameter, key, value in self._state():
-            if isinstance(value, Tensor):
+        for parameter, first, state in self._state():
+            for key, value in tensors_of(first, state):
                 entry = self.of_parameter(parameter, key, value)
                 found.setdefault(entry.key, entry)
         return found
@@ -198,7 +206,7 @@ class State:
         for parameter, key, value in self._state():
             if not isinstance(value, Tensor):
                 name = self.names[parameter]
-                numbers.setdefault(name, {})[key] = plain(value, f"{key} of {name}")
+                numbers.setdefault(name, {})[key] = structure(key, value, f"{key} of {name}")
         groups = [
             {
                 "index": index,
@@ -232,6 +240,11 @@ class State:
         for path in sizes:
             if path[: len(STATE)] == STATE:
                 keys.setdefault(path[-2], []).append(path[-1])
+        self.counts |= {
+            path[-1]
+            for path, (size, _) in sizes.items()
+            if path[: len(STATE)] == STATE and math.prod(size) == 1 < math.prod(sizes.get((*MODEL, path[-2]), ((),))[0])
+        }
         entries: dict[str, Entry] = {}
         states: dict[Tensor, dict[str, Any]] = {}
         for group in self._param_groups():
@@ -240,14 +253,15 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
-                    if len(size) and tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter):
+                    other = tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter)
+                    if len(size) and (other or key in self.counts):
                         value = torch.zeros(tuple(size), dtype=dtype, device=parameter.device)
-                    elif len(size) or (not self._shape(parameter) and key != "step"):
+                    elif len(size) or (not self._shape(parameter) and key not in self.counts | {"step"}):
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
                         value = torch.zeros((), dtype=dtype, device="cpu" if stays else parameter.device)
-                    if self.offloaded is not None:
+                    if self.offloaded is not None and not key.endswith("]"):  # tensors in lists stay on the device
                         value = self.offloaded.put(parameter, key, value)
                     states[parameter][key] = value
                     entry = self.of_parameter(parameter, key, value)
@@ -256,6 +270,8 @@ class State:
                         entries[entry.key].boxes += entry.boxes
                     else:
                         entries[entry.key] = entry
+                own = states[parameter]
+                own.update({key: together(value, own) for key, value in [*own.items()] if isinstance(value, list)})
         return entries, states
 
     def hyperparameters(self, saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -283,10 +299,17 @@ class State:
             found.append(values[0] if values else next(same_place, {}))
         return found
 
-    def take(self, states: Mapping[Tensor, dict[str, Any]], hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer its state and hyperparameters."""
+    def take(
+        self,
+        states: Mapping[Tensor, dict[str, Any]],
+        entries: Mapping[str, Entry],
+        hyperparameters: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Give the optimizer its state, the tensors of which are in entries that were filled, and hyperparameters."""
         if self.optimizer is None:
             return
+        for entry in entries.values():
+            entry.fill_padding()
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: state for parameter, state in states.items() if state})
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
@@ -352,6 +375,31 @@ def give_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key].fill_(value)
         else:
             group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def tensors_of(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a value of an optimizer's state, which may be in lists, and the keys that they have in a checkpoint."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from tensors_of(f"{key}[{at}]", each)
+
+
+def structure(key: str, value: Any, what: str) -> Any:
+    """Return a value of an optimizer's state as JSON has it, with the keys of tensors in their place."""
+    if isinstance(value, Tensor):
+        return {"tensor": key}
+    if isinstance(value, list | tuple):
+        return [structure(f"{key}[{at}]", each, what) for at, each in enumerate(value)]
+    return plain(value, what)
+
+
+def together(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return the value of which :func:`structure` has made this, with tensors that are taken from ``tensors``."""
+    if isinstance(value, list):
+        return [together(each, tensors) for each in value]
+    return tensors.pop(value["tensor"]) if isinstance(value, dict) else value
 
 
 def plain(value: Any, what: str) -> Any:

@@ -6,7 +6,7 @@ neither                                                                  ──�
 
 What a step does for some values only may not show there, so its operators are noted, too: one that is not elementwise needs whole
 parameters, and one that draws random numbers is found however small they are. So does one whose operators torch has no rule for where they
-take DTensors (Rprop).
+take DTensors (Rprop), and one whose state of a parameter has neither the parameter's shape nor one element, which no shard could have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, plain
+from graphpar.runtime.checkpoints.saved_state import give_group, hyperparameters_of, structure, tensors_of, together
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.state.fully_sharded import local
 from graphpar.runtime.state.optimizers import Described, build_optimizer
@@ -51,6 +51,8 @@ ELEMENTWISE = frozenset(
     }
 )
 """Those of ``torch.optim`` that were found to look at elements, as the tests do again: of one that was made by hand nothing is tried."""
+HANDED_OVER = (5, 8)
+"""Before which steps another optimizer takes over: one that counts to some number in an attribute is found after one of them."""
 SCALES = (1.0, 30.0, 0.01)
 """Of the gradients, one step after the other, so that limits show which hold for some of them."""
 ALIKE = frozenset(
@@ -146,7 +148,9 @@ def look(
             return Found(trial.kind, Scope.ALL, random=False, tried=False, moves=trial.moves)
         called = _Called()
         trial.tried(trial.names, called=called)
-        scope = max(trial.scope(whole, flat), Scope.PARAMETER if called.reduces else Scope.ELEMENT)
+        scope = max(
+            trial.scope(whole, flat), Scope.PARAMETER if called.reduces or trial.keeps_others else Scope.ELEMENT
+        )
         if scope is Scope.ELEMENT and sharded is not None and not trial.takes(sharded, whole):
             scope = Scope.PARAMETER
         return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
@@ -162,13 +166,23 @@ def unsaved(make: Callable[..., Any], model: Mapping[str, Described], device: to
             resumed = trial.tried(trial.names, resumed=True)
         except _NotSaved as error:
             return str(error)
-        if straight is None or (resumed is not None and resumed.is_part_of(straight)):
+        if straight is None or not all(change.isfinite().all() for change in straight.changes.values()):
             return None
-        return (
-            f"the steps of {trial.kind} depend on something that is neither in the state of a parameter, under a name, nor an option of a "
-            "group, but in an attribute, or under another key of optimizer.state: a checkpoint lacks it, so resumed training would differ; "
-            "keep it in one of these"
-        )
+        if resumed is None or not resumed.is_part_of(straight):
+            return (
+                f"the steps of {trial.kind} depend on something that is neither in the state of a parameter, under a name, nor an option "
+                "of a group, but in an attribute, or under another key of optimizer.state: a checkpoint lacks it, so resumed training "
+                "would differ; keep it in one of these (an optimizer that calls others shares its state and its groups with them)"
+            )
+        if other := resumed.other_attributes(straight):
+            again = trial.tried(trial.names)  # what differs there, too, such as a time, is of no step
+            random = set() if again is None else again.other_attributes(straight)
+            if other := other - random:
+                return (
+                    f"{trial.kind} changes its attribute {min(other)} with each step, which a checkpoint lacks: if later steps depend on "
+                    "it, resumed training would differ; keep it in the state of a parameter, or in an option of a group"
+                )
+        return None
 
 
 @contextlib.contextmanager
@@ -198,10 +212,12 @@ def made_again(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Callable[[A
 
 @dataclass(frozen=True)
 class _Run:
-    """What some steps leave: how parameters changed, and the numbers among the options of each group; None of one without parameters."""
+    """What some steps leave: how parameters changed, and the numbers among the options of each group; None of one without parameters.
+    Also numbers and tensors in attributes of the optimizer."""
 
     changes: Mapping[str, Tensor]
     options: Sequence[Mapping[str, float] | None]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def cut(self, cut: Cut) -> _Run:
         """Return what would be left where each parameter is what ``cut`` leaves of it."""
@@ -210,6 +226,14 @@ class _Run:
     def without(self, name: str) -> _Run:
         """Return what is left of all parameters but one."""
         return _Run({each: change for each, change in self.changes.items() if each != name}, self.options)
+
+    def other_attributes(self, other: _Run) -> set[str]:
+        """Return those that are others after the other run; one that only one run has may be kept for speed alone."""
+        return {
+            key
+            for key in self.attributes.keys() & other.attributes.keys()
+            if not _same(self.attributes[key], other.attributes[key])
+        }
 
     def is_part_of(self, other: _Run) -> bool:
         """Whether parameters changed as in the other run, but for rounding, and options, which may decide later, are the same."""
@@ -268,6 +292,7 @@ class _Trial:
     def __init__(self, make: Callable[..., Any], model: Mapping[str, Described], device: torch.device) -> None:
         self.make, self.model, self.device, self.dtype = make, model, device, torch.float64
         self.moves = False  # whether a step gave a parameter other memory
+        self.keeps_others = False  # whether it keeps tensors of other shapes than those of parameters
         small = {
             name: nn.Parameter(torch.zeros(_small(each.shape), device=device))
             for name, each in model.items()
@@ -342,7 +367,7 @@ class _Trial:
             placed: makes of values what is stepped.
             broken: the parameter whose gradient is infinite at the last step.
             called: notes what operators steps call.
-            resumed: whether another optimizer makes the second half of the steps.
+            resumed: whether other optimizers take over on the way.
 
         Raises:
             NeedsClosure: the step needs a closure.
@@ -373,7 +398,7 @@ class _Trial:
         memory = {name: local(parameter.detach()) for name, parameter in own.items()}
         made = self._made(own)
         for step in range(1, STEPS + 1):
-            if resumed and step == STEPS // 2:
+            if resumed and step in HANDED_OVER:
                 made = _handed_over(made, self._made(own), {parameter: name for name, parameter in own.items()})
             for name, parameter in own.items():
                 value = cut(self.drawn[name][step]).to(self.dtype).contiguous() * SCALES[step % len(SCALES)]
@@ -384,8 +409,14 @@ class _Trial:
                 _step(made)
         after = {name: local(parameter.detach()) for name, parameter in own.items()}
         self.moves |= any(after[name].data_ptr() != value.data_ptr() for name, value in memory.items())
+        self.keeps_others |= any(
+            isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape
+            for parameter in own.values()
+            for value in tree_leaves(made.state.get(parameter))
+        )
         changes = {name: after[name] - before[name] for name in names}
-        return _Run(changes, [_numbers(group) if group["params"] else None for group in made.param_groups])
+        options = [_numbers(group) if group["params"] else None for group in made.param_groups]
+        return _Run(changes, options, _attributes(made))
 
     def _made(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
         made = build_optimizer(self.make, {name: [parameter] for name, parameter in own.items()}, self.model)
@@ -407,7 +438,10 @@ def _handed_over(made: Optimizer, other: Optimizer, names: Mapping[Tensor, str])
         groups = hyperparameters_of(made)
         states = {
             parameter: {
-                str(key): value.clone() if isinstance(value, Tensor) else plain(value, f"{key} of {names[parameter]}")
+                str(key): together(
+                    structure(str(key), value, f"{key} of {names[parameter]}"),
+                    {at: each.clone() for at, each in tensors_of(str(key), value)},
+                )
                 for key, value in state.items()
             }
             for parameter, state in made.state.items()
@@ -451,6 +485,24 @@ def _group_kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
         for key, value in group.items()
         if key not in ("params", "param_names")
     )
+
+
+def _attributes(made: Optimizer) -> dict[str, Any]:
+    """Numbers and tensors in attributes, by their paths, but for state, groups and parameters."""
+    others = (made.state, made.param_groups, made.defaults)
+    own = {key: value for key, value in vars(made).items() if all(value is not other for other in others)}
+    return {
+        f"{key}{keystr(path)}": each.detach().clone() if isinstance(each, Tensor) else each
+        for key, value in own.items()
+        for path, each in tree_flatten_with_path(value)[0]
+        if isinstance(each, int | float | Tensor) and not isinstance(each, nn.Parameter)
+    }
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and torch.allclose(value, other, rtol=TOLERANCE, equal_nan=True)
+    return type(value) is type(other) and bool(value == other or value != value)
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
