@@ -404,7 +404,6 @@ class _Log(TorchDispatchMode):
 
 
 _OF_ONE_DTYPE = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.RECURRENT, Kind.LOOKUP}
-_NAMED_OF_ONE_DTYPE = {"cdist", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 _NO_NARROWER = {Kind.ATTENTION, Kind.NORM}
 """Whose other operands may be in more bits than the input: masks and norms in 32."""
 
@@ -433,7 +432,7 @@ def _check_operands(node: fx.Node) -> None:
     if node.op != "call_function":
         return
     name, kind = operator_name(node), record_of(node).kind
-    alike = kind in _OF_ONE_DTYPE or name in _NAMED_OF_ONE_DTYPE
+    alike = kind in _OF_ONE_DTYPE or name == "cdist" or name.endswith("_cell")
     if not alike and (kind not in _NO_NARROWER or name == "rms_norm"):
         return
     values = [(operand, value_of(operand)) for operand in node.all_input_nodes]
