@@ -579,7 +579,7 @@ def _explained(error: Exception, request: Request) -> GraphparError:
             f"torch can't trace random_ with bounds{f' ({place})' if place else ''}: call torch.randint(low, high, x.shape) instead."
         )
     mixed = ""
-    if to is not None and "type" in text:
+    if to is not None and any(words in text.lower() for words in ("dtype", "scalar type", "same type", "be the same")):
         name = str(to).removeprefix("torch.")
         mixed = f" (Parameters and inputs are in {name} here, but buffers are as the model has them: cast those to x.dtype in the model.)"
     return GraphparError(

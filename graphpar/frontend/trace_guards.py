@@ -226,7 +226,7 @@ def _where(place: str) -> str:
     return f" ({place})" if place else ""
 
 
-# ---- parameters and buffers ----------------------------------------------------------------------------------------------------
+# ---- parameters and buffers -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Parameters that are stored in one dtype and read in another: their casts do not depend on a microbatch, so they are made once a step.
 
 F.linear(x, self.up.weight.bfloat16())      weight in fp32      a copy in bf16, for all microbatches of a step
+F.linear(x.float(), self.up.weight)         weight in bf16      refused: torch's kernels take one dtype
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Function, Program, value_of
+from graphpar.ir.program import Function, Program, operator_name, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.runtime.layout import Shard, Type, divisions
@@ -23,6 +24,27 @@ from graphpar.runtime.option_kinds import TRAIN
 
 FEW = 0.05
 """The largest share of parameters, of those that are read in another dtype than the others, that ranks rather store whole."""
+_OF_ONE_DTYPE = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.RECURRENT, Kind.LOOKUP}
+_NAMED_OF_ONE_DTYPE = {"cdist", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+_NO_NARROWER = {Kind.ATTENTION, Kind.NORM}
+"""Whose other operands may be in more bits than the first: masks and norms in 32."""
+
+
+def mixed_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the first floating operand, and one whose dtype torch's kernels don't take beside it, if there is one."""
+    if node.op != "call_function":
+        return None
+    name, kind = operator_name(node), record_of(node).kind
+    alike = kind in _OF_ONE_DTYPE or name in _NAMED_OF_ONE_DTYPE
+    if not alike and (kind not in _NO_NARROWER or name == "rms_norm"):
+        return None
+    values = [(operand, value_of(operand)) for operand in node.all_input_nodes]
+    floating = [(operand, v.dtype) for operand, v in values if isinstance(v, Tensor) and v.is_floating_point()]
+    for operand, dtype in floating[1:]:
+        first = floating[0][1]
+        if dtype.itemsize < first.itemsize or (alike and dtype != first):
+            return floating[0][0], operand
+    return None
 
 
 def read_dtypes(program: Program) -> dict[str, set[torch.dtype]]:

@@ -169,6 +169,24 @@ def test_an_optimizer_of_which_a_checkpoint_would_lack_something_is_refused_at_o
         pipeline.save_checkpoint(tmp_path / "1", step=1)  # the weights alone
 
 
+def test_state_that_has_one_element_for_some_parameters_is_saved_for_all(tmp_path: Path) -> None:
+    """Adafactor keeps a sum for each column: one for the first weight, and as many as the second has elements."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
+    program = gp.export(model, (torch.randn(4, 1),), loss_fn=lambda output: output.square().mean())
+    out = gp.partition(program, gp.plan(program)).save(tmp_path / "out", weights=model.state_dict())
+    with start() as ranks, Pipeline(out, ranks.device) as pipeline:
+        pipeline.load_weights()
+        optimizer = torch.optim.Adafactor(pipeline.parameters(), lr=0.01)
+        pipeline.step({program.inputs[0].name: torch.randn(4, 1)})
+        optimizer.step()
+        saved = [state["col_var"].clone() for state in optimizer.state.values() if "col_var" in state]
+        pipeline.save_checkpoint(tmp_path / "1", optimizer, step=1)
+        optimizer.step()
+        pipeline.load_checkpoint(tmp_path / "1", optimizer)
+        loaded = [state["col_var"] for state in optimizer.state.values() if "col_var" in state]
+    assert [tuple(each.shape) for each in saved] == [(1, 1), (1, 8)] and all(map(torch.equal, saved, loaded))
+
+
 class Decaying(nn.Module):
     """A loss whose weight falls with each step."""
 

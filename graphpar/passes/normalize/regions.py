@@ -38,6 +38,7 @@ from graphpar.ir.program import (
 from graphpar.ir.source import source_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.parameter_casts import mixed_operands
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_named, record_of
 from graphpar.passes.normalize.functional import copied
@@ -403,11 +404,6 @@ class _Log(TorchDispatchMode):
 # ---- stored dtypes ----------------------------------------------------------------------------------------------
 
 
-_OF_ONE_DTYPE = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.RECURRENT, Kind.LOOKUP}
-_NO_NARROWER = {Kind.ATTENTION, Kind.NORM}
-"""Whose other operands may be in more bits than the input: masks and norms in 32."""
-
-
 def cast_weights(program: Program) -> Program:
     """Declare parameters in the dtypes in which they are stored, with a cast for each module that reads one.
 
@@ -429,23 +425,14 @@ def cast_weights(program: Program) -> Program:
 
 def _check_operands(node: fx.Node) -> None:
     """Check that an operator takes floating operands of dtypes that torch's kernels take together: a trace takes others, too."""
-    if node.op != "call_function":
+    if (operands := mixed_operands(node)) is None:
         return
-    name, kind = operator_name(node), record_of(node).kind
-    alike = kind in _OF_ONE_DTYPE or name == "cdist" or name.endswith("_cell")
-    if not alike and (kind not in _NO_NARROWER or name == "rms_norm"):
-        return
-    values = [(operand, value_of(operand)) for operand in node.all_input_nodes]
-    floating = [(operand, v.dtype) for operand, v in values if isinstance(v, Tensor) and v.is_floating_point()]
-    for operand, dtype in floating[1:]:
-        first = floating[0][1]
-        if dtype.itemsize < first.itemsize or (alike and dtype != first):
-            which = repr(str(operand.target)) if operand.op == "get_attr" else "another operand"
-            one, other = (str(each).removeprefix("torch.") for each in (first, dtype))
-            raise GraphparError(
-                f"{name}{where(node)} takes an input in {one} and {which} in {other}: something before it is in more bits, such as a "
-                "buffer, or is cast to more. Cast it in the model: x.to(self.weight.dtype)."
-            )
+    one, other = (str(value_of(each).dtype).removeprefix("torch.") for each in operands)
+    which = repr(str(operands[1].target)) if operands[1].op == "get_attr" else "another operand"
+    raise GraphparError(
+        f"{operator_name(node)}{where(node)} takes an input in {one} and {which} in {other}: something before it is in more bits, such as "
+        "a buffer, or is cast to more. Cast it in the model: x.to(self.weight.dtype)."
+    )
 
 
 def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype, places: Mapping[fx.Node, int]) -> None:

@@ -50,7 +50,9 @@ class State:
     names: dict[Tensor, str] = field(
         init=False
     )  # of the parameters that an optimizer steps; tied ones by their first name
-    counts: set[str] = field(init=False)  # keys of state that has one element for each parameter, of any size
+    counts: set[str] = field(
+        init=False
+    )  # keys of state that has one element for some larger parameter: of any it is no part
 
     def __post_init__(self) -> None:
         self.program, self.groups = self.parameters.program, self.parameters.groups
@@ -146,7 +148,7 @@ class State:
             box = Box((0,) * value.ndim, value.detach())
             others = (*(self.exchange if owned else ()), *self.parameters.divides)
             return self._turned(Entry(path, tuple(value.shape), value.dtype, [box], [box.values]), {}, *others)
-        if value.shape == parameter.shape and key not in self.counts:
+        if value.shape == parameter.shape and (value.numel() != 1 or key not in self.counts):
             return self._entry(path, name, value, self.parameters.slice_of(name))
         if value.numel() == 1:
             held = local(value.detach())
@@ -253,10 +255,11 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
+                    counts = math.prod(size) == 1 and key in self.counts
                     other = tuple(size) != tuple(self._shape(parameter)) and self._is_whole(parameter)
-                    if len(size) and (other or key in self.counts):
+                    if len(size) and (other or counts):
                         value = torch.zeros(tuple(size), dtype=dtype, device=parameter.device)
-                    elif len(size) or (not self._shape(parameter) and key not in self.counts | {"step"}):
+                    elif len(size) or (not self._shape(parameter) and not counts and key != "step"):
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))

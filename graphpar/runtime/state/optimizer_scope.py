@@ -5,8 +5,8 @@ without the others alone                                                 ──�
 neither                                                                  ──► ALL         a step size from all gradients
 
 What a step does for some values only may not show there, so its operators are noted, too: one that is not elementwise needs whole
-parameters, and one that draws random numbers is found however small they are. So does one whose operators torch has no rule for where they
-take DTensors (Rprop), and one whose state of a parameter has neither the parameter's shape nor one element, which no shard could have.
+parameters, and one that draws random numbers is found however small they are. Whole parameters are also needed where torch has no rule for
+the operators on DTensors (Rprop), and where state of a parameter has neither its shape nor one element, which no shard could have.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ ALIKE = frozenset(
 """Operators that lack torch's tag of elementwise ones, but let no element look at another one."""
 TOLERANCE = 1e-4
 """How far two runs may be apart, relative to the largest change of a parameter."""
+
 Cut = Callable[[Tensor], Tensor]
 
 
@@ -151,9 +152,12 @@ def look(
         scope = max(
             trial.scope(whole, flat), Scope.PARAMETER if called.reduces or trial.keeps_others else Scope.ELEMENT
         )
-        if scope is Scope.ELEMENT and sharded is not None and not trial.takes(sharded, whole):
+        random = called.random or trial.random(whole)
+        if (
+            scope is Scope.ELEMENT and sharded is not None and not trial.takes(sharded, whole)
+        ):  # last: where it fails, in fp32
             scope = Scope.PARAMETER
-        return Found(trial.kind, scope, called.random or trial.random(whole), tried=True, moves=trial.moves)
+        return Found(trial.kind, scope, random, tried=True, moves=trial.moves)
 
 
 def unsaved(make: Callable[..., Any], model: Mapping[str, Described], device: torch.device | str = "cpu") -> str | None:

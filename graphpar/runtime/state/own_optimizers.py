@@ -130,14 +130,14 @@ class Optimizers:
         if optimizer is None or (beside := self._of(optimizer)).goes_on:
             return
         with agreed():
-            beside.goes_on, why = True, None
+            why = None
             with suppress(RuntimeProgramError):  # it is made of something else, or needs a closure, which is the loop's
                 if not type(optimizer).__module__.startswith("torch.optim."):
                     make, model = beside.made_by or self._by_hand(optimizer)
                     why = unsaved(make, model, self._device)
             if why is not None:
-                beside.goes_on = False
                 raise RuntimeProgramError(why)
+        beside.goes_on = True  # on all ranks, which would else wait for each other
 
     def offload(self, optimizer: Optimizer) -> None:
         """Keep the state of an optimizer in the host's memory, where the plan has it there.
