@@ -116,7 +116,7 @@ def test_whole_parameters_are_stepped_over_stages_and_go_on_over_slices(bench: B
 
 
 @pytest.mark.costly
-def test_state_of_slices_goes_on_in_shards_with_padding(bench: Bench) -> None:
+def test_state_of_slices_goes_on_in_shards(bench: Bench) -> None:
     stepped(bench, "zero 1 flat", "tp2", ["counted"])
 
 

@@ -99,15 +99,13 @@ class Listed(Optimizer):
 
 
 class Counted(Optimizer):
-    """Elements move alone, less far with each step, of which a tensor of one dim counts them; divisors are of no padding."""
+    """Elements move alone, less far with each step, of which a tensor of one dim counts them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
-            state = self.state[parameter]
-            count = state.setdefault("count", torch.zeros(1))
-            squares = state.setdefault("squares", torch.ones_like(parameter)).addcmul_(parameter.grad, parameter.grad)
-            parameter.sub_(parameter.grad / squares.sqrt(), alpha=0.1 / (count.add_(1).item() + 3))
+            count = self.state[parameter].setdefault("count", torch.zeros(1))
+            parameter.sub_(parameter.grad, alpha=1 / (count.add_(1).item() + 3))
 
 
 def parameters(named: Named) -> list[nn.Parameter]:

@@ -422,7 +422,6 @@ def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[
     with agreed():
         entries = _matched(folder, model, set(held), sizes, record)
         states: dict[Tensor, dict[str, Any]] = {}
-        of_optimizer: dict[str, Entry] = {}
         hyperparameters: list[Mapping[str, Any]] = []
         if state.optimizer is not None:
             _check_optimizer(folder, record["optimizer"], joined_descriptions([own for _, own in everyone]))
@@ -433,7 +432,7 @@ def load(state: State, find_source: Callable[[Shapes], Source | None]) -> tuple[
         source.check(entries)
     with agreed():
         source.fill(entries)
-        state.take(states, of_optimizer, hyperparameters)
+        state.take(states, hyperparameters)
     state.parameters.loaded()
     scale = LossScale(**record["loss_scale"])
     progress = Progress(record["seed"], record["steps_done"], scale, record.get("schedule"))

@@ -302,17 +302,10 @@ class State:
             found.append(values[0] if values else next(same_place, {}))
         return found
 
-    def take(
-        self,
-        states: Mapping[Tensor, dict[str, Any]],
-        entries: Mapping[str, Entry],
-        hyperparameters: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Give the optimizer its state, the tensors of which are in entries that were filled, and hyperparameters."""
+    def take(self, states: Mapping[Tensor, dict[str, Any]], hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer its state and hyperparameters."""
         if self.optimizer is None:
             return
-        for entry in entries.values():
-            entry.fill_padding()
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: state for parameter, state in states.items() if state})
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):

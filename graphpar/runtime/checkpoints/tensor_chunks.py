@@ -59,15 +59,6 @@ class Entry:
         """The key in the checkpoint."""
         return ".".join(self.path)
 
-    def fill_padding(self) -> None:
-        """Give what is in no box, but in a rank's shard, the value of an element: the zeros there may be no state, such as a divisor."""
-        if 0 < sum(box.values.numel() for box in self.boxes) < sum(tensor.numel() for tensor in self.tensors):
-            kept = [box.values.clone() for box in self.boxes if box.values.numel()]
-            for tensor in self.tensors:
-                tensor.fill_(kept[0].flatten()[0])
-            for box, values in zip([box for box in self.boxes if box.values.numel()], kept):
-                box.values.copy_(values)
-
 
 @dataclass(frozen=True)
 class _Run:
